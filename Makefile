@@ -1,0 +1,28 @@
+# make env, make quickstart and make test need Python 3.12 and make only.
+PYTHON := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help env quickstart test check
+
+help:
+	@echo "make env         build .venv from requirements.lock"
+	@echo "make quickstart  train the same small hybrid in FP8 and in NVFP4 on this machine and compare the two"
+	@echo "make test        formatting, types and all CPU tests"
+	@echo "make check       formatting and types alone"
+
+env: .venv/.ready
+
+.venv/.ready: requirements.lock pyproject.toml launch/env.sh
+	@bash launch/env.sh
+
+quickstart: env
+	@$(PYTHON) -m launch.quickstart
+
+check: env
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+# One thread a worker: two workers on two cores, without fighting over them.
+test: check
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 --dist loadfile

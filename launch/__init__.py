@@ -1,0 +1,1 @@
+"""Launchers. They call the command line and nothing else."""
