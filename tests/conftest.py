@@ -1,0 +1,32 @@
+"""What all rooms' tests share: one process group of one process, one thread, no compilation at run time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's fused losses would compile for 18 s at their first call
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Workers share the cores, so each takes one."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def single_process() -> Iterator[None]:
+    """gloo with a world of one and Megatron's parallel state on it, once a session (the import takes seconds)."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
