@@ -13,9 +13,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-class PrecisionError(ValueError):
-    """A user's mistake about precision: says what was wrong, why, and what to write instead."""
+from nvfp4_train.precision.errors import PrecisionError as PrecisionError
+from nvfp4_train.precision.validation import (
+    DEFAULT_AMAX_HISTORY,
+    FORMATS,
+    LETTERS,
+    PASSES,
+    ROLES,
+    block_count,
+    check_gemm,
+    check_overrides,
+    choose,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,12 @@ class QuantSpec:
 
 @dataclass(frozen=True)
 class Operand(QuantSpec):
-    """One operand of a GEMM: how it is quantized, and from what (`original` high precision, or the forward's `decoded` values)."""
+    """One operand of a GEMM: how it is quantized, and from what.
+
+    Attributes:
+        source: original (the high-precision tensor), or decoded (the values that the forward GEMM multiplied); decoded
+            is for dgrad's weight and wgrad's input, which have a copy in the forward pass.
+    """
 
     source: str = "original"
 
@@ -64,6 +78,9 @@ class Fprop:
     input: Operand
     weight: Operand
 
+    def __post_init__(self) -> None:
+        check_gemm("fprop", {"input": self.input, "weight": self.weight}, decodable=None)
+
 
 @dataclass(frozen=True)
 class Dgrad:
@@ -71,6 +88,9 @@ class Dgrad:
 
     gradient: Operand
     weight: Operand
+
+    def __post_init__(self) -> None:
+        check_gemm("dgrad", {"gradient": self.gradient, "weight": self.weight}, decodable="weight")
 
 
 @dataclass(frozen=True)
@@ -80,13 +100,27 @@ class Wgrad:
     gradient: Operand
     input: Operand
 
+    def __post_init__(self) -> None:
+        check_gemm("wgrad", {"gradient": self.gradient, "input": self.input}, decodable="input")
+
 
 @dataclass(frozen=True)
 class Bf16Blocks:
-    """Blocks kept in BF16 at both ends of the pattern: a count, or a share of the blocks when below 1 (rounded up)."""
+    """Blocks kept in BF16 at both ends of the pattern.
 
-    first: float = 0
-    last: float = 0
+    Each of `first` and `last` is a count, a share of the blocks when below 1 (rounded up), or a text such as
+    `2 from 8 blocks`: 2 in models of 8 blocks or more, none in smaller ones.
+    """
+
+    first: float | int | str = 0
+    last: float | int | str = 0
+
+    def __post_init__(self) -> None:
+        self.counts(1)
+
+    def counts(self, num_blocks: int) -> tuple[int, int]:
+        """How many first and last blocks stay in BF16 in a model of `num_blocks`. Raises PrecisionError."""
+        return block_count("first", self.first, num_blocks), block_count("last", self.last, num_blocks)
 
 
 @dataclass(frozen=True)
@@ -97,7 +131,8 @@ class Rule:
         match: glob on the linear's global name, for example `*.out_proj` or `decoder.layers.12.*`.
         letter: block letter, `M`, `-` or `*`.
         role: in_proj, out_proj, qkv, proj, fc1, fc2 or output.
-        format: the recipe format to use there: bf16, nvfp4, mxfp4, mxfp8, fp8_block, fp8_current, fp8_delayed.
+        format: what to use there: bf16, the published operands of nvfp4, mxfp4, mxfp8, fp8_block, fp8_current or
+            fp8_delayed, or `recipe` for the recipe's own operands.
     """
 
     format: str
@@ -105,12 +140,30 @@ class Rule:
     letter: str | None = None
     role: str | None = None
 
+    def __post_init__(self) -> None:
+        choose(self.format, (*FORMATS, "recipe"), "a rule's format")
+        if self.letter is not None:
+            choose(self.letter, LETTERS, "a rule's letter")
+        if self.role is not None:
+            choose(self.role, ROLES, "a rule's role")
+        if self.match is None and self.letter is None and self.role is None:
+            raise PrecisionError(
+                f"A rule with format {self.format} says nowhere where it holds: give match (a glob such as "
+                f"'*.out_proj'), letter ({', '.join(LETTERS)}) or role ({', '.join(ROLES)})."
+            )
+
+    def __str__(self) -> str:
+        where = {"match": self.match, "letter": self.letter, "role": self.role}
+        return ", ".join(f"{key} {value}" for key, value in where.items() if value is not None) + f" -> {self.format}"
+
 
 @dataclass(frozen=True)
 class Phase:
-    """From `start` on (share of the run below 1, a step, or a text such as `8.2T tokens`), use these passes.
+    """From `start` on, these passes. What a phase leaves out stays as it was before.
 
     Attributes:
+        start: how much of the run is done when the phase begins: a share below 1, a number of steps (500: step 501 is
+            the first), or a text such as `8.2T tokens`.
         forward: bf16, recipe (the recipe's own), or None (unchanged).
         backward: the same for dgrad and wgrad.
     """
@@ -119,10 +172,46 @@ class Phase:
     forward: str | None = None
     backward: str | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in (("forward", self.forward), ("backward", self.backward)):
+            if value is not None:
+                choose(value, PASSES, f"a phase's {name}")
+        if self.forward is None and self.backward is None:
+            raise PrecisionError(
+                f"The phase that starts at {self.start} changes nothing: give forward or backward (bf16 or recipe)."
+            )
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What each override of a recipe may be set to, the published value first. Empty: the recipe has no such operand."""
+
+    rotation: tuple[int | None, ...] = ()
+    gradient_rounding: tuple[str | None, ...] = ()
+    weight_tile: tuple[tuple[int, int] | None, ...] = ()
+    four_over_six: tuple[str | None, ...] = ()
+
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """One recipe with the user's overrides applied: what a YAML file in `configs/precision/` holds."""
+    """One recipe with the user's overrides applied: what a YAML file in `configs/precision/` holds.
+
+    Attributes:
+        name, description, source: what `plan --recipes` lists; source is where the recipe was published.
+        fprop, dgrad, wgrad: the operands of the three GEMMs. They refer to the overrides below by interpolation, so
+            what is set there is what the operand says: used, printed and saved.
+        bf16_blocks: blocks at both ends that stay in BF16.
+        recipe_rules: the recipe's own rules, decided after `bf16_blocks`.
+        rules: the user's rules, decided before everything else.
+        phases: passes that change during the run.
+        backend: auto (native where the hardware has it), emulated or native.
+        rotation: size of the Hadamard rotation of the rotated operands, or None for none.
+        gradient_rounding: nearest or stochastic.
+        weight_tile: rows x columns of a weight that share a block scale.
+        four_over_six: None, mse or mae, on operands with nearest rounding and without rotation.
+        amax_history: steps in the amax history of delayed scaling.
+        knobs: what the four overrides above may be set to.
+    """
 
     name: str
     description: str
@@ -139,4 +228,8 @@ class PrecisionConfig:
     gradient_rounding: str | None = None
     weight_tile: tuple[int, int] | None = None
     four_over_six: str | None = None
-    amax_history: int = 1024
+    amax_history: int = DEFAULT_AMAX_HISTORY
+    knobs: Knobs = Knobs()
+
+    def __post_init__(self) -> None:
+        check_overrides(self)
