@@ -184,7 +184,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Knobs:
-    """What each override of a recipe may be set to, the published value first. Empty: the recipe has no such operand."""
+    """What each override of a recipe may be set to, the published value first. Empty: no operand has such a thing."""
 
     rotation: tuple[int | None, ...] = ()
     gradient_rounding: tuple[str | None, ...] = ()
