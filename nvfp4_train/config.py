@@ -113,6 +113,7 @@ class RunConfig:
     """One run.
 
     Attributes:
+        name: what the run is called in its default folder and in wandb.
         steps: optimizer steps of the whole run.
         seed: of weights, data order and random bits.
         run_dir: folder of the run; None makes a new one under ./runs.
@@ -132,6 +133,7 @@ class RunConfig:
     logging: LoggingConfig
     debug: DebugConfig
     steps: int
+    name: str = "run"
     seed: int = 1
     run_dir: str | None = None
     resume: str = "auto"

@@ -1,0 +1,267 @@
+"""The front door of every command: arguments, help, several runs in turn, and what an exception becomes. No torch here.
+
+A command whose configuration comes from YAML files and overrides is one line: `sys.exit(cli.run(body, "train"))`, where
+`body(config)` returns an exit code or nothing. Other commands wrap what they do in `guarded`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from types import FrameType
+from typing import Any, NoReturn
+
+from data.config import DataError
+from models.config import ModelError
+from nvfp4_train.config import ConfigError, RunConfig
+from nvfp4_train.precision.config import PrecisionError
+
+USER_MISTAKES = (ConfigError, ModelError, DataError, PrecisionError)
+
+
+class ExitCode(IntEnum):
+    """What a command's exit code says; the table for users is in this folder's README."""
+
+    DONE = 0
+    INTERNAL = 1
+    MISTAKE = 2
+    GAP = 3
+    NON_FINITE = 4
+    INTERRUPTED = 75
+
+
+@dataclass(frozen=True)
+class Command:
+    """What `--help` says of a command. `flags`: options without a value, name to meaning."""
+
+    purpose: str
+    flags: dict[str, str]
+
+
+COMMANDS = {
+    "train": Command("Trains one model, or continues the run that run_dir holds.", {}),
+    "prepare": Command("Turns text into tokens on disk, once for each source; training then reads those.", {}),
+    "plan": Command(
+        "Says what a run would be, and trains nothing: parameters, FLOPs, memory, time, what runs in which format.",
+        {"json": "print JSON alone", "recipes": "list the precision recipes"},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A parsed command line: overrides as typed, folders of the user's own, and the flags that were given."""
+
+    command: str
+    overrides: tuple[str, ...]
+    config_dirs: tuple[str, ...]
+    multirun: bool
+    show: bool
+    flags: frozenset[str]
+
+
+def run(body: Callable[[RunConfig], int | None], command: str, argv: Sequence[str] | None = None) -> int:
+    """Runs one of COMMANDS from its command line and returns its exit code.
+
+    Args:
+        body: receives the checked configuration; returns an exit code, or nothing for 'done'.
+        command: its name, for help and for the processes of --multirun.
+        argv: arguments without the program's name; by default those of this process.
+    """
+    return guarded(lambda: execute(parse_arguments(command, argv), body))
+
+
+def guarded(body: Callable[[], int | None]) -> int:
+    """Calls `body` and makes exit codes of exceptions: a message for a user's mistake, a traceback for all others."""
+    try:
+        return int(body() or ExitCode.DONE)
+    except USER_MISTAKES as error:
+        print(f"{_where()}error: {error}", file=sys.stderr, flush=True)
+        return ExitCode.MISTAKE
+    except KeyboardInterrupt:
+        print(f"{_where()}interrupted before there was anything to save", file=sys.stderr, flush=True)
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.DONE
+    except Exception as error:
+        traceback.print_exc()
+        print(f"{_where()}failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return ExitCode.INTERNAL
+
+
+def _where() -> str:
+    """Rank and host, where there are several."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return ""
+    return f"[rank {os.environ.get('RANK', '?')} on {socket.gethostname()}] "
+
+
+def execute(arguments: Arguments, body: Callable[[RunConfig], int | None]) -> int | None:
+    """Composes the configuration and calls `body`; or shows it (`--cfg job`), or starts several runs (`--multirun`)."""
+    from nvfp4_train.compose import compose
+    from nvfp4_train.schema import to_yaml
+
+    if arguments.multirun:
+        return _multirun(arguments)
+    config = compose(arguments.overrides, arguments.config_dirs)
+    if arguments.show:
+        print(to_yaml(config), end="")
+        return ExitCode.DONE
+    return body(config)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. See --help.")
+
+
+def parse_arguments(command: str, argv: Sequence[str] | None = None) -> Arguments:
+    """Reads a command line. Prints help and leaves for --help; ConfigError for options that do not exist."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = _Parser(prog=f"nvfp4_train.{command}", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--hydra-help", action="store_true", dest="help")
+    parser.add_argument("--cfg", "-c")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd", action="append", default=[])
+    flags = COMMANDS[command].flags
+    for flag in flags:
+        parser.add_argument(f"--{flag}", action="store_true")
+    known, unknown = parser.parse_known_intermixed_args(argv)
+    for option in unknown:
+        _refuse(option, command)
+    if known.help:
+        print(help_text(command, known.config_dir))
+        raise SystemExit(ExitCode.DONE)
+    if known.cfg not in (None, "job"):
+        raise ConfigError(
+            f"--cfg {known.cfg}: only `--cfg job` is there; it prints the configuration as it would be used."
+        )
+    given = frozenset(flag for flag in flags if getattr(known, flag))
+    return Arguments(
+        command, tuple(known.overrides), tuple(known.config_dir), known.multirun, known.cfg is not None, given
+    )
+
+
+def _refuse(option: str, command: str) -> NoReturn:
+    name, _, value = option.lstrip("-").partition("=")
+    if name.replace("-", "_") in (
+        "local_rank",
+        "nproc_per_node",
+        "use_env",
+        "node_rank",
+        "nnodes",
+        "master_addr",
+        "master_port",
+    ):
+        raise ConfigError(
+            f"{option}: comes from torch's old launcher. Use torchrun, which speaks through the environment: "
+            f"torchrun --nproc-per-node N -m nvfp4_train.{command} [overrides]"
+        )
+    from nvfp4_train.config import RunConfig
+    from nvfp4_train.schema import key_types, near_misses
+
+    near = near_misses(name.replace("-", "_"), key_types(RunConfig))
+    hint = f" Write it without dashes, as an override: {near[0]}={value or 'VALUE'}." if near else ""
+    raise ConfigError(f"{option}: there is no such option.{hint} See --help.")
+
+
+def help_text(command: str, config_dirs: Sequence[str] = ()) -> str:
+    """What `--help` prints: use, the choices of every group, the keys that are changed most."""
+    from nvfp4_train.overrides import find_groups
+
+    groups = find_groups(config_dirs).options
+    width = max(map(len, groups)) + 2
+    listing = "\n".join(f"  {name:<{width}}{', '.join(options)}" for name, options in groups.items())
+    flags = "".join(f"  {'--' + flag:<19}{meaning}\n" for flag, meaning in COMMANDS[command].flags.items())
+    return f"""{COMMANDS[command].purpose}
+
+python -m nvfp4_train.{command} [GROUP=NAME] [KEY=VALUE] [options]
+
+Groups (a file each in configs/; experiment and debug may change any key)
+{listing}
+
+Keys, the most used (all of them: --cfg job; their meaning: nvfp4_train/config.py)
+  steps=N  seed=N  run_dir=PATH  resume=auto|never|PATH  stop_after=N  baseline=RUN_DIR
+  data.path=PATH  data.tokenizer=byte|FILE  data.global_batch=N  data.micro_batch=N  data.sequence_length=N
+  model.pattern=TEXT  model.hidden_size=N  optimizer.lr=X  schedule.warmup=DURATION  schedule.decay=DURATION
+  precision.bf16_blocks.first=N  precision.bf16_blocks.last=N|SHARE  precision.rotation=null|16|32|64|128
+  precision.gradient_rounding=nearest|stochastic  precision.weight_tile=[16,16]|[1,16]
+  precision.four_over_six=null|mse|mae  precision.backend=auto|emulated|native
+  'precision.phases=[{{start: 0.82, forward: bf16}}]'  'precision.rules=[{{match: "*.out_proj", format: mxfp8}}]'
+  parallel.tensor=N  parallel.pipeline=N  parallel.context=N  parallel.sequence=true|false
+  checkpoint.every=N  checkpoint.keep=N  evaluation.every=N  logging.wandb=auto|online|offline|disabled
+A DURATION is a share of the run below 1, a number of steps, or a text such as '2B tokens'.
+
+Options
+  --cfg job          print the whole configuration as it would be used, and leave
+  --multirun, -m     one run after another for every combination of values: seed=1,2 precision=fp8_block,nvfp4
+  --config-dir DIR   more YAML files, laid out as configs/: DIR/precision/mine.yaml is chosen with precision=mine
+{flags}  --help, -h         this text
+
+Exit codes: 0 done, 1 an error of ours (with traceback), 2 a mistake in what was asked; all in nvfp4_train/README.md"""
+
+
+def _multirun(arguments: Arguments) -> int:
+    """One process for every combination of values, one after another; the first exit code that is not 0 is returned."""
+    from nvfp4_train.compose import compose
+    from nvfp4_train.overrides import expand_sweeps
+    from nvfp4_train.schema import to_yaml
+
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ConfigError(
+            "--multirun under torchrun would start every run on every rank. Start one torchrun for each combination "
+            "instead, for example: for seed in 1 2; do torchrun ... -m nvfp4_train.train seed=$seed; done"
+        )
+    jobs = list(expand_sweeps(arguments.overrides))
+    configs = [compose(job, arguments.config_dirs) for job in jobs]
+    folders = [config.run_dir for config in configs if config.run_dir is not None]
+    for folder in folders:
+        if folders.count(folder) > 1:
+            raise ConfigError(
+                f"run_dir={folder}: several of these {len(jobs)} runs would share one folder. Leave run_dir out, "
+                "or let it name what differs, as in run_dir='runs/seed-${seed}'."
+            )
+    if arguments.show:
+        print("---\n".join(to_yaml(config) for config in configs), end="")
+        return ExitCode.DONE
+    options = [text for folder in arguments.config_dirs for text in ("--config-dir", folder)]
+    options += [f"--{flag}" for flag in sorted(arguments.flags)]
+    worst = int(ExitCode.DONE)
+    for number, job in enumerate(jobs, 1):
+        print(f"run {number} of {len(jobs)}: {' '.join(job)}", file=sys.stderr, flush=True)
+        code = _run_child([sys.executable, "-m", f"nvfp4_train.{arguments.command}", *job, *options])
+        print(f"run {number} of {len(jobs)}: exit code {code}", file=sys.stderr, flush=True)
+        worst = worst or code
+        if code == ExitCode.INTERRUPTED:
+            break
+    return worst
+
+
+def _run_child(command: list[str]) -> int:
+    """Runs a process to its end; a signal that asks this one to stop is the child's to obey."""
+    child = subprocess.Popen(command)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        child.send_signal(number)
+
+    # A terminal sends Ctrl-C to both processes: the child alone answers it.
+    handlers: dict[int, Any] = {signal.SIGINT: lambda number, frame: None, signal.SIGTERM: forward}
+    former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,137 @@
+"""From YAML files and overrides to the one `RunConfig` of a run. No torch here.
+
+Hydra composes; the schema decides. Nothing of Hydra is left behind: no global state, no folders, no logging.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from nvfp4_train.checks import check_values, value_at
+from nvfp4_train.config import ConfigError, RunConfig
+from nvfp4_train.overrides import CONFIGS, checked, find_groups
+from nvfp4_train.precision.config import PrecisionConfig
+from nvfp4_train.schema import did_you_mean, from_mapping, key_types
+
+# Keys that YAML files share among themselves and that are no part of a run: recipes refer to them.
+AUTHORING_KEYS = ("four_bit_blocks",)
+
+# Keys that hold a path, with the words that are no path.
+PATH_KEYS: dict[str, tuple[str, ...]] = {
+    "run_dir": (),
+    "resume": ("auto", "never"),
+    "baseline": (),
+    "data.path": ("builtin",),
+    "data.prepared": (),
+    "data.tokenizer": ("byte",),
+}
+
+
+def compose(
+    overrides: Sequence[str] = (), config_dirs: Sequence[str | Path] = (), base: str | Path | None = None
+) -> RunConfig:
+    """The configuration of a run from overrides as they are typed on the command line.
+
+    Args:
+        overrides: `key=value` and `group=choice`.
+        config_dirs: folders with YAML files of the user's own, laid out as `configs/`.
+        base: the folder that relative paths start from; by default the present one.
+
+    Raises ConfigError for unknown keys, wrong types, missing values, values out of range and interpolations that lead
+    nowhere.
+    """
+    groups = find_groups(config_dirs)
+    texts = checked(overrides, groups)
+    if config_dirs:
+        search = ",".join(f"'file://{folder}'" for folder in groups.folders[1:])
+        texts = [f"hydra.searchpath=[{search}]", *texts]
+    mapping, choices = _composed(texts)
+    if mapping.get("name") is None:
+        mapping["name"] = choices.get("experiment") or choices["model"]
+    config = with_absolute_paths(from_mapping(RunConfig, mapping), Path(base) if base else Path.cwd())
+    check_values(config)
+    return config
+
+
+def compose_precision(
+    name: str, overrides: Sequence[str] = (), config_dirs: Sequence[str | Path] = ()
+) -> PrecisionConfig:
+    """One recipe by name, with `precision.KEY=VALUE` overrides, outside any experiment."""
+    return compose([f"precision={name}", *overrides], config_dirs).precision
+
+
+def _composed(texts: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Hydra's result with every interpolation resolved, and which file was chosen in each group."""
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3", job_name="nvfp4_train"):
+            config = hydra_compose("config", overrides=texts, return_hydra_config=True)
+        choices = dict(config.hydra.runtime.choices)
+        mine = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        mapping = _resolved(mine)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_short(error)) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"A configuration file is no YAML: {error}") from error
+    for key in AUTHORING_KEYS:
+        mapping.pop(key, None)
+    return mapping, choices
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:
+    try:
+        mapping = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except InterpolationKeyError as error:
+        missing = str(error).partition("'")[2].partition("'")[0]
+        near = did_you_mean(missing, key_types(RunConfig))
+        raise ConfigError(f"{error.full_key}: refers to ${{{missing}}}, which does not exist.{near}") from None
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key}: has no value yet. Set it: {error.full_key}=... .") from None
+    assert isinstance(mapping, dict)
+    return {str(key): value for key, value in mapping.items()}
+
+
+def _short(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = error.__cause__
+    if cause is not None and str(cause) not in str(error):
+        lines.append(str(cause).splitlines()[0])
+    return " ".join(lines[:4])
+
+
+def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
+    """The configuration with every path absolute: `~` expanded, relative ones starting from `base`."""
+    found: dict[str, str] = {}
+    for key, words in PATH_KEYS.items():
+        value = value_at(config, key)
+        if value is None or value in words:
+            continue
+        if not str(value).strip():
+            raise ConfigError(f"{key}: wanted a path, got an empty text. Leave the key out for its default.")
+        found[key] = os.path.abspath(base / Path(value).expanduser())
+    return replaced(config, found)
+
+
+def replaced(config: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a frozen configuration with the values of some dotted keys exchanged."""
+    inner: dict[str, dict[str, Any]] = {}
+    direct: dict[str, Any] = {}
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            inner.setdefault(name, {})[rest] = value
+        else:
+            direct[name] = value
+    for name, rest_values in inner.items():
+        direct[name] = replaced(getattr(config, name), rest_values)
+    return dataclasses.replace(config, **direct)
