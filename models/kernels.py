@@ -1,0 +1,146 @@
+"""Which implementation of the Mamba core runs: mamba-ssm's CUDA kernels or plain torch. The choice is said aloud."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.config import ModelConfig, ModelError
+from models.mamba import MambaKernels, MambaWeights, MixerCore, convolve, torch_core
+from models.norm import ACTIVATION_DTYPE
+from models.shapes import mamba_conv_channels, mamba_in_proj_width
+
+TOLERANCE = 2e-2
+INSTALL = "pip install mamba-ssm causal-conv1d"
+
+
+def _import(module: str, package: str) -> tuple[Any, str]:
+    """The module and its package's version, or None and the reason why it is not there."""
+    try:
+        return importlib.import_module(module), f"{package} {importlib.metadata.version(package)}"
+    except ModuleNotFoundError as error:
+        if module.startswith(error.name or " "):
+            return None, f"{package} not installed"
+        return None, f"{package} can't be imported: {error}"
+    except ImportError as error:
+        return None, f"{package} can't be imported: {error}"
+
+
+def choose_kernels(config: ModelConfig, device: torch.device) -> MambaKernels:
+    """The Mamba core for this device, as `config.kernels` asks.
+
+    Raises:
+        ModelError: `mamba_ssm` was asked for and can't run here; names the cause.
+    """
+    if config.kernels == "torch" or device.type == "meta":
+        return MambaKernels(torch_core, f"Mamba scan: PyTorch (kernels={config.kernels})")
+    if device.type != "cuda":
+        if config.kernels == "mamba_ssm":
+            raise ModelError(
+                f"model.kernels=mamba_ssm: its kernels need a CUDA device and this is a {device.type}. "
+                "Write model.kernels=auto or model.kernels=torch"
+            )
+        return MambaKernels(torch_core, f"Mamba scan: PyTorch (slow path; no kernels for a {device.type})")
+    ops, mamba = _import("mamba_ssm.ops.triton.ssd_combined", "mamba-ssm")
+    if ops is None:
+        if config.kernels == "mamba_ssm":
+            raise ModelError(f"model.kernels=mamba_ssm: {mamba}. Install it ({INSTALL}), or write model.kernels=torch")
+        return MambaKernels(torch_core, f"Mamba scan: PyTorch (slow path; {mamba})")
+    convolution, conv = _import("causal_conv1d", "causal-conv1d")
+    if convolution is None:
+        core = partial(_scan_core, ops.mamba_chunk_scan_combined)
+        return MambaKernels(core, f"Mamba scan: {mamba}, convolution in PyTorch ({conv})")
+    return MambaKernels(partial(_fused_core, ops.mamba_split_conv1d_scan_combined), f"Mamba scan: {mamba} with {conv}")
+
+
+def _fused_core(kernel: Any, projected: Tensor, weights: MambaWeights) -> Tensor:
+    """Convolution, scan and gate in one kernel call: [s, b, z + x + B + C + dt] -> [s, b, d_inner], BF16.
+
+    The kernels take BF16 activations beside FP32 parameters and keep sums and states in FP32.
+    """
+    y = kernel(
+        projected.transpose(0, 1).contiguous(),
+        weights.conv_weight.squeeze(1),
+        weights.conv_bias,
+        weights.dt_bias,
+        -weights.A_log.exp(),
+        D=weights.D,
+        chunk_size=weights.chunk_size,
+        activation="silu",
+        headdim=weights.head_dim,
+        ngroups=weights.num_groups,
+        norm_before_gate=False,
+    )
+    return y.transpose(0, 1).contiguous()
+
+
+def _scan_core(kernel: Any, projected: Tensor, weights: MambaWeights) -> Tensor:
+    """The same with torch's convolution, where causal-conv1d is not installed."""
+    z, xbc, dt = projected.transpose(0, 1).split(weights.split_sizes, dim=-1)
+    xbc = F.silu(convolve(xbc.float(), weights)).to(ACTIVATION_DTYPE)
+    x, B, C = xbc.split(weights.convolved_sizes, dim=-1)
+    y = kernel(
+        x.unflatten(-1, (-1, weights.head_dim)),
+        dt,
+        -weights.A_log.exp(),
+        B.unflatten(-1, (weights.num_groups, -1)),
+        C.unflatten(-1, (weights.num_groups, -1)),
+        weights.chunk_size,
+        D=weights.D,
+        z=z.unflatten(-1, (-1, weights.head_dim)),
+        dt_bias=weights.dt_bias,
+        dt_softplus=True,
+    )
+    return y.flatten(2).transpose(0, 1).contiguous()
+
+
+def compare_kernels(config: ModelConfig, kernels: MambaKernels, device: torch.device) -> float:
+    """Run the chosen core and the PyTorch one once, forward and backward, on a small random input of the model's sizes.
+
+    Returns:
+        The largest relative error (2-norm) over the output and every gradient.
+
+    Raises:
+        ModelError: the error is beyond what BF16 explains, or not a number.
+    """
+    reference = _outputs_and_gradients(torch_core, config, device)
+    chosen = _outputs_and_gradients(kernels.core, config, device)
+    errors = {name: ((chosen[name] - value).norm() / value.norm()).item() for name, value in reference.items()}
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    if not errors[worst] <= TOLERANCE:
+        raise ModelError(
+            f"{kernels.description}: {worst} differs from the PyTorch scan by {errors[worst]:.3g} (limit {TOLERANCE}), "
+            f"so training with these kernels would go wrong. Reinstall them ({INSTALL}) or write model.kernels=torch"
+        )
+    return errors[worst]
+
+
+def _outputs_and_gradients(core: MixerCore, config: ModelConfig, device: torch.device) -> dict[str, Tensor]:
+    """Output and gradients of one pass, FP32, from the same random numbers at every call."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    heads, channels = config.mamba_num_heads, mamba_conv_channels(config)
+    length = 2 * config.mamba_chunk_size + 3
+    inputs = {
+        "the input's": normal(length, 2, mamba_in_proj_width(config)).to(ACTIVATION_DTYPE),
+        "the convolution weight's": normal(channels, 1, config.mamba_conv_width) / 2,
+        "the convolution bias's": normal(channels) / 2,
+        "dt_bias's": normal(heads) - 3,
+        "A_log's": normal(heads).abs(),
+        "D's": normal(heads),
+    }
+    leaves = [tensor.requires_grad_() for tensor in inputs.values()]
+    sizes = (config.mamba_head_dim, config.mamba_state_dim, config.mamba_num_groups, config.mamba_chunk_size)
+    y = core(leaves[0], MambaWeights(*leaves[1:], *sizes))
+    gradients = torch.autograd.grad(y, leaves, normal(*y.shape).to(y.dtype))
+    named = {f"{name} gradient": gradient.float() for name, gradient in zip(inputs, gradients, strict=True)}
+    return {"the output": y.detach().float(), **named}

@@ -1,0 +1,216 @@
+"""The Mamba-2 mixer: Megatron's parameters, names and sharding, with our own scan or mamba-ssm's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+
+from models.norm import ACTIVATION_DTYPE, GroupRMSNorm, parameter_device
+from models.scan import chunked_scan
+
+
+@dataclass(frozen=True)
+class MambaWeights:
+    """What the core of a mixer needs on this rank: its slices of the parameters (FP32) and the sizes.
+
+    Attributes:
+        conv_weight, conv_bias: [channels, 1, taps] and [channels], channels being x, B and C.
+        dt_bias, A_log, D: [heads].
+        head_dim, state_dim, num_groups, chunk_size: sizes of the scan.
+    """
+
+    conv_weight: Tensor
+    conv_bias: Tensor
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    chunk_size: int
+
+    @property
+    def inner_size(self) -> int:
+        """Width of z, of x and of the result."""
+        return self.D.shape[0] * self.head_dim
+
+    @property
+    def split_sizes(self) -> tuple[int, int, int]:
+        """Widths of z, of x with B and C, and of dt in what in_proj gives."""
+        return self.inner_size, self.conv_bias.shape[0], self.D.shape[0]
+
+    @property
+    def convolved_sizes(self) -> tuple[int, int, int]:
+        """Widths of x, B and C."""
+        group_width = self.num_groups * self.state_dim
+        return self.inner_size, group_width, group_width
+
+
+MixerCore = Callable[[Tensor, MambaWeights], Tensor]
+
+
+@dataclass(frozen=True)
+class MambaKernels:
+    """What runs between in_proj and out_proj, and the line that says so."""
+
+    core: MixerCore
+    description: str
+
+
+def torch_core(projected: Tensor, weights: MambaWeights) -> Tensor:
+    """Convolution, scan and gate in FP32.
+
+    Args:
+        projected: [s, b, z + x + B + C + dt] from in_proj, BF16.
+        weights: the rank's parameters.
+
+    Returns:
+        [s, b, d_inner], BF16.
+    """
+    z, xbc, dt = projected.transpose(0, 1).float().split(weights.split_sizes, dim=-1)
+    x, B, C = F.silu(convolve(xbc, weights)).split(weights.convolved_sizes, dim=-1)
+    x = x.unflatten(-1, (-1, weights.head_dim))
+    B, C = (t.unflatten(-1, (weights.num_groups, -1)) for t in (B, C))
+    dt = F.softplus(dt + weights.dt_bias)
+    y = chunked_scan(x, dt, -weights.A_log.exp(), B, C, weights.chunk_size) + x * weights.D[:, None]
+    return (y.flatten(2) * F.silu(z)).transpose(0, 1).to(ACTIVATION_DTYPE)
+
+
+def convolve(x: Tensor, weights: MambaWeights) -> Tensor:
+    """Causal depthwise convolution over time: [b, s, channels] FP32, the last tap on the present token."""
+    length, taps = x.shape[1], weights.conv_weight.shape[-1]
+    padded = F.conv1d(x.transpose(1, 2), weights.conv_weight, weights.conv_bias, padding=taps - 1, groups=x.shape[-1])
+    return padded[..., :length].transpose(1, 2)
+
+
+class Mamba2Mixer(MambaMixer):
+    """in_proj, causal convolution, scan, gate, group norm, out_proj. In and out: [s, b, hidden], BF16.
+
+    Megatron's own constructor refuses to run without mamba-ssm and allocates on CUDA, so parameters are made here under the
+    same names, shapes and sharding attributes; `forward` and the sharded state are Megatron's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MambaMixerSubmodules,
+        d_model: int,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        conv_width: int,
+        chunk_size: int,
+        kernels: MambaKernels,
+        pp_layer_offset: int = 0,
+        name: str | None = None,
+    ) -> None:
+        MegatronModule.__init__(self, config)
+        self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset
+        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        self.d_model, self.d_conv, self.chunk_size, self.kernels = d_model, conv_width, chunk_size, kernels
+        self.use_mem_eff_path = True  # Megatron's name for: train through _ssm_training
+        self._set_sizes(config, pg_collection.tp.size())
+        self._make_parameters(config)
+        prefix = f"{name}." if name else ""
+        self.in_proj = build_module(
+            submodules.in_proj,
+            d_model,
+            2 * self.d_inner + 2 * self.ngroups * self.d_state + self.nheads,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="fc1",
+            tp_group=self.tp_group,
+            name=f"{prefix}in_proj",
+        )
+        group_width = self.ngroups_local_tp * self.d_state
+        self.in_proj.weight.partition_sizes = [
+            *(self.d_inner_local_tp, self.d_inner_local_tp, group_width, group_width, self.nheads_local_tp)
+        ]
+        self.out_proj = build_module(
+            submodules.out_proj,
+            self.d_inner,
+            d_model,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="fc2",
+            tp_group=self.tp_group,
+            name=f"{prefix}out_proj",
+        )
+        self.cp = self._context_parallel()
+
+    def _set_sizes(self, config: TransformerConfig, ranks: int) -> None:
+        """Sizes under the names that Megatron's methods read."""
+        self.d_state, self.headdim = config.mamba_state_dim, config.mamba_head_dim
+        self.nheads, self.ngroups = config.mamba_num_heads, config.mamba_num_groups
+        self.d_inner = self.nheads * self.headdim
+        assert self.nheads % ranks == 0 and self.ngroups % ranks == 0 and self.nheads % self.ngroups == 0
+        self.nheads_local_tp, self.ngroups_local_tp = self.nheads // ranks, self.ngroups // ranks
+        self.d_inner_local_tp = self.d_inner // ranks
+
+    def _make_parameters(self, config: TransformerConfig) -> None:
+        """Uninitialized FP32 parameters, cut over tensor-parallel ranks along their first dimension."""
+        group_width = self.ngroups_local_tp * self.d_state
+        channels, device = self.d_inner_local_tp + 2 * group_width, parameter_device(config)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            made = nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))
+            made.tensor_model_parallel, made.partition_dim = True, 0
+            return made
+
+        self.conv1d_weight, self.conv1d_bias = parameter(channels, 1, self.d_conv), parameter(channels)
+        for convolution in (self.conv1d_weight, self.conv1d_bias):
+            convolution.partition_sizes = [self.d_inner_local_tp, group_width, group_width]
+        self.dt_bias, self.A_log, self.D = (parameter(self.nheads_local_tp) for _ in range(3))
+        self.norm = GroupRMSNorm(config, self.d_inner_local_tp, self.d_inner // self.ngroups, self.tp_group)
+        self.norm.weight.tensor_model_parallel, self.norm.weight.partition_dim = True, 0
+
+    def _context_parallel(self) -> MambaContextParallel:
+        """Megatron's exchange of sequence pieces for heads, with each rank's slices of the parameters."""
+        return MambaContextParallel(
+            cp_group=self.pg_collection.cp,
+            d_inner_local_tp=self.d_inner_local_tp,
+            nheads_local_tp=self.nheads_local_tp,
+            ngroups_local_tp=self.ngroups_local_tp,
+            d_state=self.d_state,
+            conv1d_weight_cp1=self.conv1d_weight,
+            conv1d_bias_cp1=self.conv1d_bias,
+            conv1d_padding=self.d_conv - 1,
+            dt_bias_cp1=self.dt_bias,
+            A_log_cp1=self.A_log,
+            D_cp1=self.D,
+            D_has_hdim=False,
+        )
+
+    def _ssm_training(self, zxBCdt: Tensor, packed_seq_params: Any = None) -> Tensor:
+        """Everything between in_proj and out_proj: [s, b, z + x + B + C + dt] -> [s, b, d_inner], BF16."""
+        assert packed_seq_params is None, "packed sequences are not supported"
+        weights = MambaWeights(
+            conv_weight=self.cp.get_conv1d_weight(),
+            conv_bias=self.cp.get_conv1d_bias(),
+            dt_bias=self.cp.get_dt_bias(),
+            A_log=self.cp.get_A_log(),
+            D=self.cp.get_D(),
+            head_dim=self.headdim,
+            state_dim=self.d_state,
+            num_groups=self.cp.ngroups_local_tpcp,
+            chunk_size=self.chunk_size,
+        )
+        return self.norm(self.cp.post_conv_ssm(self.kernels.core(zxBCdt, weights)))
