@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nvfp4_train.precision.errors import PrecisionError as PrecisionError
+from nvfp4_train.precision.formats import FORMATS, find_problem, natural_tile, unknown_name
 from nvfp4_train.precision.validation import (
     DEFAULT_AMAX_HISTORY,
-    FORMATS,
     LETTERS,
     PASSES,
     ROLES,
@@ -43,7 +43,10 @@ class QuantSpec:
         signs: fixed (one sign vector for the whole run) or fresh (drawn from the random bits); with rotation.
         scale_rounding: up or ocp; mxfp4 and mxfp8 alone.
         power_of_two: block scales rounded to powers of two; fp8_block alone.
-        correction: None or eden (Quartet II's unbiased block scales); nvfp4 alone.
+        correction: None or eden (Quartet II's unbiased block scales); nvfp4 with rotation 128 alone.
+
+    Raises:
+        PrecisionError: for an unknown name, or a pair that makes no sense.
     """
 
     format: str
@@ -58,6 +61,15 @@ class QuantSpec:
     power_of_two: bool = False
     correction: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.tile is not None:
+            object.__setattr__(self, "tile", tuple(self.tile))
+        problem = find_problem(self)
+        if problem:
+            raise PrecisionError(problem)
+        if self.tile is None:
+            object.__setattr__(self, "tile", natural_tile(self.format))
+
 
 @dataclass(frozen=True)
 class Operand(QuantSpec):
@@ -69,6 +81,11 @@ class Operand(QuantSpec):
     """
 
     source: str = "original"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source not in ("original", "decoded"):
+            raise PrecisionError(unknown_name("source", self.source, ("original", "decoded")))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,173 @@
+"""Rounding to few bits, and the random bits that stochastic rounding needs.
+
+Round to nearest has a bias once gradients are averaged over many tokens: a value that always sits below a decision point is
+always rounded down. Stochastic rounding goes up with probability p = (distance to the lower neighbour) / (distance between
+the neighbours), so that the expected value is the value itself, at the price of more noise. With one random byte r it goes
+up when (r + 1/2) / 256 >= 1 - p.
+
+The byte must not depend on who computes it, or a run would change with its layout, its recomputation and its resumption.
+So nothing here has a state: the byte of an element is a pure function of a 64-bit key (seed, step, micro-batch, linear,
+operand) and of the element's index in the whole operand. The function is Philox-4x32-10 (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", 2011):
+
+    key      low 32 bits = key word 0, high 32 bits = key word 1
+    counter  index of the element // 16 as a 64-bit number: low half = counter word 0, high half = word 1; words 2 and 3 are 0
+    output   four words of 32 bits = 16 bytes, word 0 first, the lowest byte of a word first: byte j is that of element 16 c + j
+
+Elements are counted row by row in the operand, whose rows run along the contraction of its GEMM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+_ROUNDS = 10
+# Counters a batch: eight-byte words of a batch stay in the last-level cache, and two threads have work.
+_BATCH = 1 << 16
+
+Word = Tensor | int
+
+
+def element_key(seed: int, step: int, microbatch: int, name: str, operand: str) -> int:
+    """64-bit key of one operand's random bits.
+
+    Args:
+        seed: seed of the run.
+        step: optimizer step.
+        microbatch: global index of the micro-batch in the step.
+        name: global name of the linear, with its global block number.
+        operand: which tensor of which GEMM, for example `dgrad.gradient`.
+    """
+    text = json.dumps([seed, step, microbatch, name, operand]).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word, Word, Word]:
+    """Philox-4x32-10 of many counters at once.
+
+    Args:
+        key: 64 bits.
+        counter: four 32-bit words, each a number or an int64 tensor of numbers in [0, 2^32).
+
+    Returns:
+        Four words of the same kind. Numbers stay numbers as long as they can, which makes the first rounds cheap.
+    """
+    k0, k1 = key & _MASK, (key >> 32) & _MASK
+    c0, c1, c2, c3 = counter
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1 = _mix(high1, c1, k0), low1
+        c2, c3 = _mix(high0, c3, k1), low0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, _low(c1), c2, _low(c3)
+
+
+def _multiply(word: Word, multiplier: int) -> tuple[Word, Word]:
+    """High and low half of a 64-bit product. Of tensors, both may carry rubbish above bit 32; `_mix` removes it."""
+    product = word * multiplier
+    return product >> 32, product if isinstance(product, Tensor) else product & _MASK
+
+
+def _mix(high: Word, word: Word, key: int) -> Word:
+    if isinstance(high, Tensor):
+        return high.bitwise_xor_(word).bitwise_xor_(key).bitwise_and_(_MASK)
+    return (word ^ (high ^ key)) & _MASK
+
+
+def _low(word: Word) -> Word:
+    return word & _MASK
+
+
+def random_bytes(key: int, rows: int, columns: int, *, axis: int = 1, device: torch.device | str = "cpu") -> Tensor:
+    """Random bytes of every element of an operand [rows, columns], columns along the contraction.
+
+    Args:
+        key: 64 bits, see `element_key`.
+        rows: rows of the operand.
+        columns: its columns; element (m, n) has index m * columns + n.
+        axis: 1 gives them as uint8 [rows, columns]; 0 gives the transpose [columns, rows], contiguous.
+        device: where to compute them.
+    """
+    if columns % 16:
+        blocks = -(-rows * columns // 16)
+        flat = random_bytes(key, 1, 16 * blocks, device=device).view(-1)
+        operand = flat[: rows * columns].view(rows, columns)
+        return operand if axis == 1 else operand.t().contiguous()
+    blocks = columns // 16
+    across = torch.arange(blocks, dtype=torch.int64, device=device)
+    down = torch.arange(rows, dtype=torch.int64, device=device) * blocks
+    outer, inner = (down, across) if axis == 1 else (across, down)
+    if axis == 1:
+        words = torch.empty(rows, blocks, 4, dtype=torch.int32, device=device)
+    else:
+        words = torch.empty(blocks, 4, rows, dtype=torch.int32, device=device).transpose(1, 2)
+    step = max(1, _BATCH // max(1, len(inner)))
+    for start in range(0, len(outer), step):
+        counters = outer[start : start + step, None] + inner
+        low: Word = counters
+        high: Word = 0
+        if rows * blocks > _MASK:
+            low, high = counters & _MASK, counters >> 32
+        for index, word in enumerate(philox(key, (low, high, 0, 0))):
+            words[start : start + step, :, index] = word
+    if axis == 1:
+        return words.view(torch.uint8).view(rows, columns)
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=device).view(1, 1, 4, 1)
+    return (words.transpose(1, 2).unsqueeze(2) >> shifts).to(torch.uint8).view(columns, rows)
+
+
+def round_e2m1_(scaled: Tensor, step: Tensor) -> Tensor:
+    """Round to the nearest E2M1 value, ties to the even code, in place.
+
+    Adding and subtracting 1.5 * 2^23 * (distance between neighbours) leaves the nearest multiple of that distance, because
+    the sum has no bits for less. The distance is 1/2 below 2, 1 below 4 and 2 above: half the power of two in the value.
+
+    Args:
+        scaled: float32; values beyond +-6 become +-6. A zero result is +0.
+        step: float32 scratch of the same shape.
+    """
+    torch.clamp(scaled, -6.0, 6.0, out=scaled)
+    _leading_power(scaled, step)
+    torch.add(scaled, step, alpha=1.5 * 2**22, out=scaled)
+    return torch.sub(scaled, step, alpha=1.5 * 2**22, out=scaled)
+
+
+def round_e2m1_stochastic_(scaled: Tensor, step: Tensor, dither: Tensor) -> Tensor:
+    """Round stochastically to an E2M1 neighbour, in place: trunc(|y| / d + (r + 1/2) / 256) * d with d the distance between
+    the neighbours, which is 'up when (r + 1/2) / 256 >= 1 - p'.
+
+    Args:
+        scaled: float32; values beyond +-6 become +-6.
+        step: float32 scratch of the same shape.
+        dither: float32, the random bytes of the same shape; overwritten.
+    """
+    torch.clamp(scaled, -6.0, 6.0, out=scaled)
+    dither.add_(0.5)
+    torch.copysign(dither, scaled, out=dither)
+    bits = _leading_power(scaled, step)
+    # 1/d = 2/power, from the exponent bits alone: a true division costs more.
+    torch.sub(_constant_int(0x7F800000, bits), bits, out=bits)
+    scaled.mul_(step)
+    torch.add(scaled, dither, alpha=1 / 256, out=scaled).trunc_()
+    torch.sub(_constant_int(0x7F800000, bits), bits, out=bits)
+    return scaled.mul_(step).mul_(0.5)
+
+
+def _leading_power(values: Tensor, out: Tensor) -> Tensor:
+    """max(2^floor(log2 |value|), 1) into `out`; returns the view of its bits."""
+    bits = out.view(torch.int32)
+    torch.bitwise_and(values.view(torch.int32), 0x7F800000, out=bits)
+    out.clamp_(min=1.0)
+    return bits
+
+
+def _constant_int(value: int, like: Tensor) -> Tensor:
+    return torch.tensor(value, dtype=torch.int32, device=like.device)
