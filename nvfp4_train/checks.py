@@ -1,6 +1,7 @@
-"""Ranges and choices of single values, and what several values must agree on, in one place. No torch here.
+"""Ranges and choices of single values, in one place. No torch here.
 
-Sizes of a model are checked by `models.shapes.validate`, what a recipe allows by `nvfp4_train.precision`.
+What several values must agree on is checked by `nvfp4_train.layout`, sizes of a model by `models.shapes`, and what a
+recipe allows by `nvfp4_train.precision`.
 """
 
 from __future__ import annotations

@@ -21,10 +21,15 @@ from typing import Any, NoReturn
 
 from data.config import DataError
 from models.config import ModelError
+from nvfp4_train.checkpoint_files import CheckpointError
+from nvfp4_train.compose import compose
 from nvfp4_train.config import ConfigError, RunConfig
+from nvfp4_train.layout import check_run
+from nvfp4_train.overrides import expand_sweeps, find_groups
 from nvfp4_train.precision.config import PrecisionError
+from nvfp4_train.schema import key_types, near_misses, to_yaml
 
-USER_MISTAKES = (ConfigError, ModelError, DataError, PrecisionError)
+USER_MISTAKES = (ConfigError, ModelError, DataError, PrecisionError, CheckpointError)
 
 
 class ExitCode(IntEnum):
@@ -54,6 +59,9 @@ COMMANDS = {
         {"json": "print JSON alone", "recipes": "list the precision recipes"},
     ),
 }
+
+
+TRAINS = ("train", "plan")  # commands whose configuration must be one that can be trained
 
 
 @dataclass(frozen=True)
@@ -107,15 +115,14 @@ def _where() -> str:
 
 def execute(arguments: Arguments, body: Callable[[RunConfig], int | None]) -> int | None:
     """Composes the configuration and calls `body`; or shows it (`--cfg job`), or starts several runs (`--multirun`)."""
-    from nvfp4_train.compose import compose
-    from nvfp4_train.schema import to_yaml
-
     if arguments.multirun:
         return _multirun(arguments)
     config = compose(arguments.overrides, arguments.config_dirs)
     if arguments.show:
         print(to_yaml(config), end="")
         return ExitCode.DONE
+    if arguments.command in TRAINS:
+        check_run(config, int(os.environ.get("WORLD_SIZE", 1)))
     return body(config)
 
 
@@ -169,9 +176,6 @@ def _refuse(option: str, command: str) -> NoReturn:
             f"{option}: comes from torch's old launcher. Use torchrun, which speaks through the environment: "
             f"torchrun --nproc-per-node N -m nvfp4_train.{command} [overrides]"
         )
-    from nvfp4_train.config import RunConfig
-    from nvfp4_train.schema import key_types, near_misses
-
     near = near_misses(name.replace("-", "_"), key_types(RunConfig))
     hint = f" Write it without dashes, as an override: {near[0]}={value or 'VALUE'}." if near else ""
     raise ConfigError(f"{option}: there is no such option.{hint} See --help.")
@@ -179,8 +183,6 @@ def _refuse(option: str, command: str) -> NoReturn:
 
 def help_text(command: str, config_dirs: Sequence[str] = ()) -> str:
     """What `--help` prints: use, the choices of every group, the keys that are changed most."""
-    from nvfp4_train.overrides import find_groups
-
     groups = find_groups(config_dirs).options
     width = max(map(len, groups)) + 2
     listing = "\n".join(f"  {name:<{width}}{', '.join(options)}" for name, options in groups.items())
@@ -215,10 +217,6 @@ Exit codes: 0 done, 1 an error of ours (with traceback), 2 a mistake in what was
 
 def _multirun(arguments: Arguments) -> int:
     """One process for every combination of values, one after another; the first exit code that is not 0 is returned."""
-    from nvfp4_train.compose import compose
-    from nvfp4_train.overrides import expand_sweeps
-    from nvfp4_train.schema import to_yaml
-
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError(
             "--multirun under torchrun would start every run on every rank. Start one torchrun for each combination "

@@ -1,8 +1,8 @@
 """Overrides of the command line, checked against the schema before Hydra sees them. No torch here.
 
 `group=choice` picks a file of `configs/`; `key=value` sets one value. A key that the schema does not have is refused,
-even with Hydra's `+`: it would reach nothing. Value overrides are handed on as Hydra's `++`, so that a key of the schema
-can be set whether or not a YAML file happens to mention it.
+even with Hydra's `+`: it would reach nothing. Value overrides are handed on as Hydra's `++`: a key of the schema can
+be set whether or not a YAML file happens to mention it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,137 @@
+"""What several values must agree on before anything heavy starts: layout, batch, model, precision. No torch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models.shapes import linear_shapes, validate
+from nvfp4_train.config import ConfigError, ParallelConfig, RunConfig
+from nvfp4_train.precision.assignment import assign
+from nvfp4_train.precision.backends import backend_support
+from nvfp4_train.precision.config import PrecisionConfig, PrecisionError
+from nvfp4_train.precision.phases import resolve
+from nvfp4_train.schedule import build_schedule
+
+# Training runs in one process so far: what is refused by name, with the one value that is there. Lift it here.
+NOT_YET = {
+    "expert": 1,
+    "tensor": 1,
+    "sequence": False,
+    "pipeline": 1,
+    "virtual_pipeline": 1,
+    "context": 1,
+    "distributed_optimizer": False,
+}
+MOST_PROCESSES = 1
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    """Tokens of a global batch."""
+    return config.data.global_batch * config.data.sequence_length
+
+
+def check_run(config: RunConfig, world_size: int = 1) -> None:
+    """Refuses a run that can't be trained as it is configured.
+
+    Raises ConfigError, ModelError or PrecisionError: what does not fit, all sizes involved, the nearest values that do.
+    """
+    parallel, data = config.parallel, config.data
+    if world_size == 1:
+        check_supported(parallel, world_size)  # before sizes are blamed that more processes would mend
+    check_layout(config, world_size)
+    validate(
+        config.model,
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.sequence,
+        parallel.context,
+        virtual_pipeline=parallel.virtual_pipeline,
+        sequence_length=data.sequence_length,
+        micro_batch=data.micro_batch,
+    )
+    check_supported(parallel, world_size)
+    assign(config.precision, linear_shapes(config.model), parallel.tensor)
+    resolve(config.precision.phases, config.steps, tokens_per_step(config))
+    build_schedule(config.schedule, config.optimizer, config.steps, tokens_per_step(config))
+    if config.baseline is not None and not (Path(config.baseline) / "metrics.jsonl").is_file():
+        raise ConfigError(f"baseline={config.baseline}: there is no metrics.jsonl in there. Name the folder of a run.")
+
+
+def model_ranks(parallel: ParallelConfig) -> int:
+    """Ranks that hold one copy of the model."""
+    return parallel.tensor * parallel.pipeline * parallel.context
+
+
+def check_layout(config: RunConfig, world_size: int) -> None:
+    """World size against the model's split, then global batch against micro-batch and replicas; one error with all sizes."""
+    parallel, data = config.parallel, config.data
+    ranks = model_ranks(parallel)
+    split = f"parallel.tensor={parallel.tensor} * pipeline={parallel.pipeline} * context={parallel.context} = {ranks}"
+    sizes = (
+        f"world size {world_size}, {split}, data.global_batch={data.global_batch}, data.micro_batch={data.micro_batch}"
+    )
+    if world_size % ranks:
+        nearest = _around(world_size, ranks)
+        raise ConfigError(
+            f"{sizes}: {world_size} processes can't hold whole copies of a model that is split over {ranks}. "
+            f"Start {nearest} processes, or split the model over {_divisors_near(world_size, ranks)}."
+        )
+    replicas = world_size // ranks
+    step = data.micro_batch * replicas
+    if data.global_batch % step:
+        share = data.global_batch / replicas
+        fitting = _divisors_near(data.global_batch // replicas, data.micro_batch) if share == int(share) else None
+        other = f", or data.micro_batch={fitting}" if fitting else ""
+        raise ConfigError(
+            f"{sizes}, data parallel {replicas}: the global batch is no multiple of {data.micro_batch} * {replicas} = {step}. "
+            f"Write data.global_batch={_around(data.global_batch, step)}{other}."
+        )
+
+
+def _around(value: int, multiple: int) -> str:
+    lower = value // multiple * multiple
+    return f"{lower} or {lower + multiple}" if lower else str(multiple)
+
+
+def _divisors_near(value: int, wanted: int) -> str:
+    """The divisors of `value` on both sides of `wanted`."""
+    divisors = [number for number in range(1, value + 1) if value % number == 0]
+    below = [number for number in divisors if number < wanted][-1:]
+    above = [number for number in divisors if number > wanted][:1]
+    return " or ".join(map(str, below + above))
+
+
+def check_supported(parallel: ParallelConfig, world_size: int) -> None:
+    """Refuses by name the layouts that training does not have yet."""
+    for name, value in NOT_YET.items():
+        if getattr(parallel, name) != value:
+            written = str(getattr(parallel, name)).lower()
+            raise ConfigError(
+                f"parallel.{name}={written}: not there yet, training runs in one process for now. "
+                f"Write parallel.{name}={str(value).lower()}."
+            )
+    if world_size > MOST_PROCESSES:
+        raise ConfigError(
+            f"world size {world_size}: not there yet, training runs in one process for now. Start it without torchrun, "
+            "or with --nproc-per-node 1 on one node."
+        )
+
+
+def choose_backend(precision: PrecisionConfig, capability: tuple[int, int] | None) -> str:
+    """A line that says how the recipe runs on this machine; called before the model is built.
+
+    Args:
+        precision: the recipe; its `backend` decides.
+        capability: CUDA compute capability, None without a GPU.
+
+    Raises PrecisionError for precision.backend=native where it can't run: both capabilities and the alternatives.
+    """
+    if precision.backend == "native":
+        reason = backend_support(precision, capability)
+        raise PrecisionError(
+            reason
+            or f"Recipe {precision.name} could run natively on this hardware, but native kernels are not there yet. "
+            "Write precision.backend=emulated: the same numbers, slower."
+        )
+    why = "as asked" if precision.backend == "emulated" else "native kernels are not there yet"
+    return f"precision {precision.name}: emulated ({why})"
