@@ -6,7 +6,6 @@ exists is a legal one.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,16 +13,15 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from nvfp4_train.precision.errors import PrecisionError
+from nvfp4_train.precision.formats import unknown_name
 
 if TYPE_CHECKING:
     from nvfp4_train.precision.config import Operand, PrecisionConfig
 
-FORMATS = ("bf16", "nvfp4", "mxfp4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed")
 LETTERS = ("M", "-", "*")
 ROLES = ("in_proj", "out_proj", "qkv", "proj", "fc1", "fc2", "output")
 PASSES = ("bf16", "recipe")
 BACKENDS = ("auto", "emulated", "native")
-SOURCES = ("original", "decoded")
 KNOBS = ("rotation", "gradient_rounding", "weight_tile", "four_over_six")
 DEFAULT_AMAX_HISTORY = 1024
 
@@ -33,9 +31,7 @@ _CONDITIONAL_COUNT = re.compile(r"(\d+) from (\d+) blocks?")
 def choose(value: str, choices: Sequence[str], what: str) -> None:
     """Refuse a `value` that is none of `choices`, with the nearest of them."""
     if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise PrecisionError(f"{what} {value!r} is unknown.{hint} Known: {', '.join(choices)}.")
+        raise PrecisionError(unknown_name(what, value, tuple(choices)))
 
 
 def block_count(end: str, value: float | int | str, num_blocks: int) -> int:
@@ -63,7 +59,6 @@ def check_gemm(gemm: str, operands: Mapping[str, Operand], decodable: str | None
     """
     (first, one), (second, other) = operands.items()
     for name, operand in operands.items():
-        choose(operand.source, SOURCES, f"precision.{gemm}.{name}.source")
         if operand.source == "decoded" and name != decodable:
             raise PrecisionError(
                 f"precision.{gemm}.{name}.source=decoded: only dgrad.weight and wgrad.input have a quantized copy in "

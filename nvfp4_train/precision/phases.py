@@ -1,0 +1,105 @@
+"""Which passes run in the recipe's precision at which step. No torch here.
+
+The published late switch sends the forward GEMMs back to BF16 for the last part of a run (arXiv 2509.25149, section on
+switching): `precision.phases=[{start: 0.82, forward: bf16}]`. Steps are counted from 1, as in `metrics.jsonl`; a phase
+that starts at a duration of 820 steps leaves steps 1 to 820 as they were and is in force from step 821 on. Which passes
+are in force is a function of the step alone, so a resumed run needs no state to continue it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nvfp4_train.config import ConfigError
+from nvfp4_train.duration import Duration
+from nvfp4_train.precision.config import Phase, PrecisionError
+
+
+class Passes(NamedTuple):
+    """What the forward pass (fprop) and the backward pass (dgrad, wgrad) run in: `recipe` or `bf16`."""
+
+    forward: str = "recipe"
+    backward: str = "recipe"
+
+    def __str__(self) -> str:
+        words = {"recipe": "as the recipe says", "bf16": "in BF16"}
+        return f"forward {words[self.forward]}, backward {words[self.backward]}"
+
+
+class Stage(NamedTuple):
+    """Passes in force from `step` (counted from 1) on, and where that step comes from."""
+
+    step: int
+    passes: Passes
+    start: str
+
+    @property
+    def text(self) -> str:
+        """A line for the console."""
+        return f"precision from step {self.step} ({self.start}) on: {self.passes}"
+
+
+@dataclass(frozen=True)
+class PassSchedule:
+    """Attributes: stages: in order of steps, the first one at step 1."""
+
+    stages: tuple[Stage, ...]
+
+    def at(self, step: int) -> Passes:
+        """The passes in force at optimizer step `step`, 1 to the run's steps."""
+        assert step >= 1, f"steps are counted from 1, got {step}"
+        return self.stages[bisect_right(self.stages, step, key=lambda stage: stage.step) - 1].passes
+
+    @property
+    def switches(self) -> tuple[Stage, ...]:
+        """The stages that begin during the run; each has the `step` and the `text` to announce."""
+        return self.stages[1:]
+
+
+def resolve(phases: Sequence[Phase], steps: int, tokens_per_step: int) -> PassSchedule:
+    """Turn phases as they are written into steps of one run.
+
+    Args:
+        phases: in order of their start.
+        steps: optimizer steps of the run.
+        tokens_per_step: tokens of a global batch.
+
+    Raises:
+        PrecisionError: a start that is no duration, phases out of order, a start at or beyond the end of the run, a
+            phase that changes nothing.
+    """
+    stages = [Stage(1, Passes(), "the start")]
+    for index, phase in enumerate(phases):
+        where = f"precision.phases[{index}]"
+        first = _first_step(phase, where, steps, tokens_per_step)
+        before = stages[-1]
+        if index > 0 and first <= before.step:
+            raise PrecisionError(
+                f"{where} starts at {phase.start}, which is step {first} of {steps}, but the phase before it starts at "
+                f"step {before.step}: write phases in order of their start, each with a step of its own."
+            )
+        passes = Passes(phase.forward or before.passes.forward, phase.backward or before.passes.backward)
+        if passes == before.passes:
+            raise PrecisionError(
+                f"{where} (start {phase.start}) changes nothing: before it, {before.passes}. Leave it out."
+            )
+        stage = Stage(first, passes, str(Duration.parse(phase.start)))
+        stages = [stage] if first == 1 else [*stages, stage]
+    return PassSchedule(tuple(stages))
+
+
+def _first_step(phase: Phase, where: str, steps: int, tokens_per_step: int) -> int:
+    try:
+        done = Duration.parse(phase.start).steps(steps, tokens_per_step)
+    except ConfigError as error:
+        raise PrecisionError(f"{where}.start: {error}") from error
+    if done >= steps:
+        total = f"{steps} steps or {steps * tokens_per_step:,} tokens"
+        raise PrecisionError(
+            f"{where} starts after {phase.start}, which is {done} steps, but the run ends after {total}: it would "
+            "never begin. Start it earlier, for example at a share of the run such as 0.82, or leave it out."
+        )
+    return done + 1
