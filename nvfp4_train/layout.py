@@ -63,7 +63,7 @@ def model_ranks(parallel: ParallelConfig) -> int:
 
 
 def check_layout(config: RunConfig, world_size: int) -> None:
-    """World size against the model's split, then global batch against micro-batch and replicas; one error with all sizes."""
+    """World size against the model's split, then the batches against replicas; ConfigError with all sizes."""
     parallel, data = config.parallel, config.data
     ranks = model_ranks(parallel)
     split = f"parallel.tensor={parallel.tensor} * pipeline={parallel.pipeline} * context={parallel.context} = {ranks}"
@@ -83,8 +83,8 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         fitting = _divisors_near(data.global_batch // replicas, data.micro_batch) if share == int(share) else None
         other = f", or data.micro_batch={fitting}" if fitting else ""
         raise ConfigError(
-            f"{sizes}, data parallel {replicas}: the global batch is no multiple of {data.micro_batch} * {replicas} = {step}. "
-            f"Write data.global_batch={_around(data.global_batch, step)}{other}."
+            f"{sizes}, data parallel {replicas}: the global batch is no multiple of {data.micro_batch} * {replicas} = "
+            f"{step}. Write data.global_batch={_around(data.global_batch, step)}{other}."
         )
 
 
