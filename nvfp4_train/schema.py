@@ -80,7 +80,8 @@ def from_mapping[T](cls: type[T], mapping: Any, path: str = "") -> T:
     """Builds the frozen dataclass `cls` from a plain mapping, nested ones included.
 
     `path` is the dotted key at which the mapping stands, for messages. Raises ConfigError, naming the full dotted key,
-    for an unknown or missing key, a value of another type, and NaN or infinity.
+    for an unknown or missing key, a value of another type, and NaN or infinity; an error of the dataclass's own check is
+    passed on with the key before it.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{path or 'configuration'}: wanted keys and values, got {shown(mapping)}.")
@@ -96,7 +97,12 @@ def from_mapping[T](cls: type[T], mapping: Any, path: str = "") -> T:
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if field.name not in values and not has_default:
             raise ConfigError(f"{prefix}{field.name}: missing; wanted {wanted(hints[field.name])}.")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ValueError as error:  # the dataclass's own check, which does not know where it stands
+        if not path or path in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from error
 
 
 def convert(value: Any, hint: Any, key: str) -> Any:

@@ -158,11 +158,11 @@ class Rule:
     role: str | None = None
 
     def __post_init__(self) -> None:
-        choose(self.format, (*FORMATS, "recipe"), "a rule's format")
+        choose(self.format, (*FORMATS, "recipe"), "format")
         if self.letter is not None:
-            choose(self.letter, LETTERS, "a rule's letter")
+            choose(self.letter, LETTERS, "letter")
         if self.role is not None:
-            choose(self.role, ROLES, "a rule's role")
+            choose(self.role, ROLES, "role")
         if self.match is None and self.letter is None and self.role is None:
             raise PrecisionError(
                 f"A rule with format {self.format} says nowhere where it holds: give match (a glob such as "
@@ -192,7 +192,7 @@ class Phase:
     def __post_init__(self) -> None:
         for name, value in (("forward", self.forward), ("backward", self.backward)):
             if value is not None:
-                choose(value, PASSES, f"a phase's {name}")
+                choose(value, PASSES, name)
         if self.forward is None and self.backward is None:
             raise PrecisionError(
                 f"The phase that starts at {self.start} changes nothing: give forward or backward (bf16 or recipe)."
