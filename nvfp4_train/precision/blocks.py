@@ -84,6 +84,22 @@ class Blocks:
         columns = magnitudes.view(-1, self.size, self.columns).amax(1)
         return _largest_of_neighbours(columns, self.size) if self.square else columns
 
+    def sums(self, part: Tensor) -> Tensor:
+        """Sum of each 1-D block of some rows, elements added in order, as [rows, columns/size] or [rows/size, columns].
+
+        A square block gives the sums of its rows as the operand has them.
+        """
+        if self.axis == 1:
+            # A pooling window is added left to right; a reduction would choose an order of its own.
+            windows = part.view(1, -1, self.columns)
+            pooled = torch.nn.functional.avg_pool2d(windows, (1, self.size), divisor_override=1)
+            return pooled.view(-1, self.columns // self.size)
+        lines = part.view(-1, self.size, self.columns)
+        total = lines[:, 0].clone()
+        for index in range(1, self.size):
+            total += lines[:, index]
+        return total
+
     def operand(self, compact: Tensor) -> Tensor:
         """Compact numbers in the operand's own order, its rows along the contraction."""
         return compact if self.axis == 1 else compact.t()
@@ -114,6 +130,13 @@ class Loaded:
     block_amax: Tensor
     amax: Tensor
     blocks: Blocks
+
+    def encode(self, rows: slice, compact: slice, factor: Tensor, divide: bool = False) -> Tensor:
+        """Write some rows of the source, times or divided by their blocks' compact `factor`, to `out`; returns those rows."""
+        source, out = self.source[rows], self.out[rows]
+        operation = torch.div if divide else torch.mul
+        operation(self.blocks.view(source), self.blocks.spread(factor[compact]), out=self.blocks.view(out))
+        return out
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,3 @@ def scale_tensor(loaded: Loaded, amax: Tensor, element: str) -> Scaled:
     """Scale of fp8_current and fp8_delayed: follows `amax`; NaN where the tensor itself is not finite."""
     enc = encode_scale(amax, element)
     return Scaled(enc.expand(loaded.blocks.scale_shape), None, None, decode_scale(enc, amax + loaded.amax))
-
-
-def round_fp8_(scaled: Tensor, element: str) -> Tensor:
-    """Nearest-even FP8 values of float32 `scaled`, clamped, in place. Returns the elements themselves."""
-    limit = ELEMENT_MAX[element]
-    elements = torch.clamp(scaled, -limit, limit, out=scaled).to(DTYPES[element])
-    scaled.copy_(elements)
-    return elements

@@ -35,13 +35,15 @@ def block_exponents(block_amax: Tensor, element: str, scale_rounding: str) -> Te
 
 def decode_e8m0(stored: Tensor) -> Tensor:
     """2^(byte - 127) as float32, NaN for 255."""
-    one = torch.ones((), dtype=torch.float32, device=stored.device)
-    return torch.where(stored == E8M0_NAN, float("nan"), torch.ldexp(one, stored.to(torch.int32) - 127))
+    return torch.where(stored == E8M0_NAN, float("nan"), _power_of_two(stored.to(torch.int32) - 127))
 
 
 def scale_blocks(loaded: Loaded, element: str, scale_rounding: str) -> Scaled:
     """Scales of mxfp4 and mxfp8; stored as uint8 E8M0 bytes."""
     e = block_exponents(loaded.block_amax, element, scale_rounding)
     stored = torch.where(torch.isfinite(loaded.block_amax), e + 127, E8M0_NAN).to(torch.uint8)
-    one = torch.ones((), dtype=torch.float32, device=e.device)
-    return Scaled(torch.ldexp(one, -e), stored, decode_e8m0(stored), None)
+    return Scaled(_power_of_two(-e), stored, decode_e8m0(stored), None)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)

@@ -66,14 +66,13 @@ def encode_scales(stored: Tensor, s_enc: Tensor) -> Tensor:
     return torch.clamp(constant(1.0, s_enc) / (stored.float() * s_dec), max=FP32_MAX)
 
 
-def scale(loaded: Loaded, amax: Tensor, row: bool) -> Scaled:
-    """NVFP4 scales.
-
-    Args:
-        loaded: the matrix.
-        amax: what the tensor scale follows: 0-d, or compact [rows, 1] or [1, columns] for row scaling.
-        row: whether the tensor scale is one for each row of the operand.
-    """
+def scale(loaded: Loaded, amax: Tensor) -> Scaled:
+    """NVFP4 scales of a matrix, after `amax`: 0-d, or one for each row of the operand as compact [rows, 1] or [1, columns]."""
     s_enc, s_dec = tensor_scales(amax)
     stored = block_scales(loaded.block_amax, s_enc)
-    return Scaled(encode_scales(stored, s_enc), stored, stored.float(), s_dec.flatten() if row else s_dec)
+    return Scaled(encode_scales(stored, s_enc), stored, stored.float(), tensor_decode(s_dec))
+
+
+def tensor_decode(s_dec: Tensor) -> Tensor:
+    """s_dec as a result carries it: 0-d, or [rows of the operand]."""
+    return s_dec if s_dec.dim() == 0 else s_dec.flatten()

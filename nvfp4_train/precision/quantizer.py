@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvfp4_train.precision import fp8, mx, nvfp4
+from nvfp4_train.precision import eden, four_over_six, fp8, mx, nvfp4
 from nvfp4_train.precision.blocks import Blocks, Loaded, Scaled
 from nvfp4_train.precision.config import PrecisionError, QuantSpec
 from nvfp4_train.precision.e2m1 import decode_codes, encode_codes
 from nvfp4_train.precision.formats import FORMATS, element_of
 from nvfp4_train.precision.rotation import rotate_, signs_of
-from nvfp4_train.precision.rounding import random_bytes, round_e2m1_, round_e2m1_stochastic_
+from nvfp4_train.precision.rounding import random_bytes, round_nearest_, round_stochastic_
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,8 @@ class Quantized:
         """Decoded matrix [M, N]: `element * block scale * tensor scale`, each product in float32, then one cast to `dtype`."""
         if self.spec.format == "bf16":
             return self.codes.to(dtype)
-        if element_of(self.spec) == "e2m1":
-            decoded = decode_codes(self.codes)[:, : self.columns]
-        else:
-            decoded = self.codes.float()
+        four_bit = element_of(self.spec) == "e2m1"
+        decoded = decode_codes(self.codes)[:, : self.columns] if four_bit else self.codes.float()
         if self.scales is not None:
             assert self.spec.tile is not None
             scales = mx.decode_e8m0(self.scales) if self.scales.dtype == torch.uint8 else self.scales.float()
@@ -112,18 +110,14 @@ def quantize(x: Tensor, spec: QuantSpec, seed: int = 0, *, amax: Tensor | None =
         codes = x.bfloat16()
         return Quantized(codes, None, _amax_of(codes), None, spec, x.shape[1])
     operand = _Operand(x.contiguous(), spec, seed, 1, amax, None)
-    loaded, scaled = operand.loaded, operand.scaled
     rows, columns = operand.shape
-    scaled_x = operand.encode(slice(None), slice(None)).view(loaded.out.shape).clone()
-    rounded = operand.round(slice(None)).view(loaded.out.shape)[:rows, :columns]
+    scaled_x = operand.encode(slice(None), slice(None)).clone()
+    rounded = operand.round(slice(None))[:rows, :columns]
     if element_of(spec) == "e2m1":
         codes = encode_codes(rounded, scaled_x[:rows, :columns] < 0)
     else:
         codes = rounded.to(fp8.DTYPES[element_of(spec)])
-    scales = scaled.stored
-    if scales is not None and spec.tile is not None and spec.tile[0] == 1:
-        scales = scales[:rows]
-    return Quantized(codes, scales, operand.amax, scaled.tensor, spec, columns)
+    return Quantized(codes, operand.scaled.stored, operand.amax, operand.scaled.tensor, spec, columns)
 
 
 @torch.no_grad()
@@ -159,7 +153,7 @@ def quantize_values(
         operand.encode(rows, compact)
         part = operand.round(rows)
         if scaled.decode is not None:
-            part.mul_(loaded.blocks.spread(scaled.decode[compact]))
+            loaded.blocks.view(part).mul_(loaded.blocks.spread(scaled.decode[compact]))
     values = loaded.out
     if operand.shape != values.shape:
         values = values[: operand.shape[0], : operand.shape[1]]
@@ -179,9 +173,8 @@ class _Operand:
         self.element = element_of(spec)
         self.loaded, self.shape = load(x, spec, axis, key if sign_key is None else sign_key)
         self.amax = self.loaded.amax
-        self.scaled = self._scale(amax)
+        self.scaled = self._scale(amax, key)
         blocks = self.loaded.blocks
-        self._scratch = torch.empty_like(self.loaded.out) if x.device.type != "cpu" else None
         self.bytes: Tensor | None = None
         if spec.rounding == "stochastic":
             rows, columns = self.shape if axis == 1 else self.shape[::-1]
@@ -190,40 +183,37 @@ class _Operand:
                 missing = (blocks.rows - self.bytes.shape[0], blocks.columns - self.bytes.shape[1])
                 self.bytes = torch.nn.functional.pad(self.bytes, (0, missing[1], 0, missing[0]))
 
-    def _scale(self, amax: Tensor | None) -> Scaled:
+    def _scale(self, amax: Tensor | None, key: int) -> Scaled:
         spec, loaded = self.spec, self.loaded
-        if spec.format == "nvfp4":
-            follow = loaded.amax if amax is None else amax
-            if spec.scaling == "row":
-                along = loaded.blocks.axis
-                follow = loaded.block_amax.amax(along, keepdim=True)
-                self.amax = follow.flatten()
-            return nvfp4.scale(loaded, follow, spec.scaling == "row")
         if spec.format in ("mxfp4", "mxfp8"):
             return mx.scale_blocks(loaded, self.element, spec.scale_rounding)
         if spec.format == "fp8_block":
             return fp8.scale_blocks(loaded, spec.power_of_two)
-        if spec.format == "fp8_delayed":
-            amax = torch.zeros_like(loaded.amax) if amax is None else amax
-        return fp8.scale_tensor(loaded, loaded.amax if amax is None else amax, self.element)
+        if spec.format == "fp8_delayed" and amax is None:
+            amax = torch.zeros_like(loaded.amax)
+        follow = loaded.amax if amax is None else amax
+        if spec.format != "nvfp4":
+            return fp8.scale_tensor(loaded, follow, self.element)
+        if spec.correction == "eden":
+            return eden.scale(loaded, follow, key)
+        if spec.scaling == "row":
+            own = loaded.block_amax.amax(loaded.blocks.axis, keepdim=True)
+            self.amax = own.flatten()
+            follow = own if amax is None else amax.view(own.shape)
+        if spec.four_over_six:
+            return four_over_six.scale(loaded, follow, spec.four_over_six)
+        return nvfp4.scale(loaded, follow)
 
     def encode(self, rows: slice, compact: slice) -> Tensor:
-        """Scale some rows into `loaded.out`; returns their block view."""
-        loaded, blocks = self.loaded, self.loaded.blocks
-        source, out = blocks.view(loaded.source[rows]), blocks.view(loaded.out[rows])
-        operation = torch.div if self.scaled.divide else torch.mul
-        return operation(source, blocks.spread(self.scaled.encode[compact]), out=out)
+        """Scale some rows into `loaded.out`; returns them."""
+        return self.loaded.encode(rows, compact, self.scaled.encode, self.scaled.divide)
 
     def round(self, rows: slice) -> Tensor:
-        """Round some scaled rows of `loaded.out` in place to elements; returns their block view."""
+        """Round some scaled rows of `loaded.out` to elements, in place; returns them."""
         part = self.loaded.out[rows]
-        if self.element != "e2m1":
-            fp8.round_fp8_(part, self.element)
-        elif self.bytes is None:
-            round_e2m1_(part, torch.empty_like(part))
-        else:
-            round_e2m1_stochastic_(part, torch.empty_like(part), self.bytes[rows].float())
-        return self.loaded.blocks.view(part)
+        if self.bytes is None:
+            return round_nearest_(part, torch.empty_like(part), self.element)
+        return round_stochastic_(part, torch.empty_like(part), self.element, self.bytes[rows].float())
 
 
 def load(x: Tensor, spec: QuantSpec, axis: int, sign_key: int) -> tuple[Loaded, tuple[int, int]]:

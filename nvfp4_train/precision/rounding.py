@@ -124,50 +124,50 @@ def random_bytes(key: int, rows: int, columns: int, *, axis: int = 1, device: to
     return (words.transpose(1, 2).unsqueeze(2) >> shifts).to(torch.uint8).view(columns, rows)
 
 
-def round_e2m1_(scaled: Tensor, step: Tensor) -> Tensor:
-    """Round to the nearest E2M1 value, ties to the even code, in place.
-
-    Adding and subtracting 1.5 * 2^23 * (distance between neighbours) leaves the nearest multiple of that distance, because
-    the sum has no bits for less. The distance is 1/2 below 2, 1 below 4 and 2 above: half the power of two in the value.
-
-    Args:
-        scaled: float32; values beyond +-6 become +-6. A zero result is +0.
-        step: float32 scratch of the same shape.
-    """
-    torch.clamp(scaled, -6.0, 6.0, out=scaled)
-    _leading_power(scaled, step)
-    torch.add(scaled, step, alpha=1.5 * 2**22, out=scaled)
-    return torch.sub(scaled, step, alpha=1.5 * 2**22, out=scaled)
+# Of each element type: largest value, smallest power of two with a mantissa of its own, mantissa bits.
+_GRIDS = {"e2m1": (6.0, 1.0, 1), "e4m3": (448.0, 2.0**-6, 3), "e5m2": (57344.0, 2.0**-14, 2)}
 
 
-def round_e2m1_stochastic_(scaled: Tensor, step: Tensor, dither: Tensor) -> Tensor:
-    """Round stochastically to an E2M1 neighbour, in place: trunc(|y| / d + (r + 1/2) / 256) * d with d the distance between
-    the neighbours, which is 'up when (r + 1/2) / 256 >= 1 - p'.
+def round_nearest_(scaled: Tensor, scratch: Tensor, element: str) -> Tensor:
+    """Round to the nearest value of an element type, ties to even, in place. Values beyond the largest become the largest.
+
+    Neighbours are 2^-m of the value's power of two apart (m mantissa bits), and evenly spaced below the smallest power.
+    Adding and subtracting 1.5 * 2^23 of that distance leaves the nearest multiple of it: the sum has no bits for less.
 
     Args:
-        scaled: float32; values beyond +-6 become +-6.
-        step: float32 scratch of the same shape.
-        dither: float32, the random bytes of the same shape; overwritten.
+        scaled: float32. A result of zero is +0; NaN stays.
+        scratch: float32 of the same shape.
+        element: e2m1, e4m3 or e5m2.
     """
-    torch.clamp(scaled, -6.0, 6.0, out=scaled)
-    dither.add_(0.5)
-    torch.copysign(dither, scaled, out=dither)
-    bits = _leading_power(scaled, step)
-    # 1/d = 2/power, from the exponent bits alone: a true division costs more.
-    torch.sub(_constant_int(0x7F800000, bits), bits, out=bits)
-    scaled.mul_(step)
+    limit, smallest, mantissa_bits = _GRIDS[element]
+    torch.clamp(scaled, -limit, limit, out=scaled)
+    leading_power(scaled, smallest, scratch)
+    magic = 1.5 * 2.0 ** (23 - mantissa_bits)
+    torch.add(scaled, scratch, alpha=magic, out=scaled)
+    return torch.sub(scaled, scratch, alpha=magic, out=scaled)
+
+
+def round_stochastic_(scaled: Tensor, scratch: Tensor, element: str, dither: Tensor) -> Tensor:
+    """Round to a random neighbour of an element type, in place: trunc(|y| / d + (r + 1/2) / 256) * d, where d is the distance
+    between the neighbours; that is 'up when (r + 1/2) / 256 >= 1 - p'. Values beyond the largest become the largest.
+
+    Args:
+        scaled: float32; NaN stays.
+        scratch: float32 of the same shape.
+        element: e2m1, e4m3 or e5m2.
+        dither: float32, the random bytes r of the same shape; overwritten.
+    """
+    limit, smallest, mantissa_bits = _GRIDS[element]
+    torch.clamp(scaled, -limit, limit, out=scaled)
+    torch.copysign(dither.add_(0.5), scaled, out=dither)
+    leading_power(scaled, smallest, scratch).mul_(2.0**-mantissa_bits)
+    scaled.div_(scratch)
     torch.add(scaled, dither, alpha=1 / 256, out=scaled).trunc_()
-    torch.sub(_constant_int(0x7F800000, bits), bits, out=bits)
-    return scaled.mul_(step).mul_(0.5)
+    # Rounding up from the largest value itself is impossible: there p is 0.
+    return scaled.mul_(scratch)
 
 
-def _leading_power(values: Tensor, out: Tensor) -> Tensor:
-    """max(2^floor(log2 |value|), 1) into `out`; returns the view of its bits."""
-    bits = out.view(torch.int32)
-    torch.bitwise_and(values.view(torch.int32), 0x7F800000, out=bits)
-    out.clamp_(min=1.0)
-    return bits
-
-
-def _constant_int(value: int, like: Tensor) -> Tensor:
-    return torch.tensor(value, dtype=torch.int32, device=like.device)
+def leading_power(values: Tensor, smallest: float, out: Tensor) -> Tensor:
+    """max(2^floor(log2 |value|), smallest) of float32 values into float32 `out`."""
+    torch.bitwise_and(values.view(torch.int32), 0x7F800000, out=out.view(torch.int32))
+    return out.clamp_(min=smallest)

@@ -1,0 +1,80 @@
+"""Quartet II's backward operand: round to nearest, and stay unbiased by a correction of the block scales.
+
+Stochastic rounding is unbiased at the price of twice the error of rounding to nearest. Here elements are rounded to nearest;
+after a random rotation the error they make shrinks a group of 128 by a factor that can be measured and undone:
+
+    v      = 6 / (0.93 * 17/16)                    clips a little, which costs less than a wide grid
+    s_dec  = amax / (255.99 * v)                   amax of the rotated tensor
+    S      = e4m3(amax_block / v / s_dec), 1 where that is 0
+    y      = x / (S * s_dec)
+    q      = e2m1(clamp(y, -6, 6)), to nearest
+    c      = sum(y * y) / sum(y * q) over the group of 128, 1 where the divisor is 0
+    S'     = S * c, rounded STOCHASTICALLY to a neighbouring E4M3 value
+    value  = q * S' * s_dec
+
+The sums are FP32: elements of a block of 16 in order, then the eight blocks by halves (4 + 4, 2 + 2, 1 + 1). The random byte
+of a block scale is that of its index in the matrix of block scales, counted along the contraction as elements are.
+Source: "Quartet II", arXiv 2601.22813.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvfp4_train.precision.blocks import Blocks, Loaded, Scaled
+from nvfp4_train.precision.nvfp4 import E4M3_MAX, constant, to_e4m3
+from nvfp4_train.precision.rounding import random_bytes, round_nearest_, round_stochastic_
+
+GROUP = 128
+V = 6.0 / (0.93 * 17.0 / 16.0)
+TOP = 255.99 * V
+_SMALLEST = 2.0**-149
+
+
+def scale(loaded: Loaded, amax: Tensor, key: int) -> Scaled:
+    """Corrected NVFP4 scales of a rotated matrix.
+
+    Args:
+        loaded: the matrix, rotated in groups of 128.
+        amax: what the tensor scale follows, 0-d.
+        key: 64-bit key of the random bits of the block scales.
+    """
+    blocks = loaded.blocks
+    finite = torch.isfinite(amax)
+    s_dec = amax / constant(TOP, amax)
+    s_dec = torch.where(finite & (s_dec > 0), s_dec, 1.0)
+    stored = to_e4m3(loaded.block_amax / constant(V, amax) / s_dec).float()
+    stored = torch.where(stored == 0, 1.0, stored)
+    divisor = torch.clamp(stored * s_dec, min=_SMALLEST)
+    corrected = stored * _corrections(loaded, divisor)
+    rows, columns = blocks.operand(stored).shape
+    dither = random_bytes(key, rows, columns, axis=blocks.axis, device=amax.device).float()
+    corrected = torch.nan_to_num(corrected, nan=E4M3_MAX)
+    corrected = round_stochastic_(corrected, torch.empty_like(corrected), "e4m3", dither)
+    tensor = torch.where(finite, s_dec, float("nan"))
+    return Scaled(divisor, corrected.to(torch.float8_e4m3fn), corrected, tensor, divide=True)
+
+
+def _corrections(loaded: Loaded, divisor: Tensor) -> Tensor:
+    """Factor c of each block's group, compact float32."""
+    blocks = loaded.blocks
+    squares, products = torch.empty_like(divisor), torch.empty_like(divisor)
+    buffer = Loaded(loaded.source, torch.empty_like(loaded.out), loaded.block_amax, loaded.amax, blocks)
+    for rows, compact in blocks.chunks(divisor.device):
+        y = buffer.encode(rows, compact, divisor, divide=True)
+        q = round_nearest_(y.clone(), torch.empty_like(y), "e2m1")
+        products[compact] = blocks.sums(q.mul_(y))
+        squares[compact] = blocks.sums(y.mul_(y))
+    squares, products = _group_sums(squares, blocks), _group_sums(products, blocks)
+    c = torch.where(products == 0, 1.0, squares / products)
+    return c.repeat_interleave(GROUP // blocks.size, dim=blocks.axis)
+
+
+def _group_sums(sums: Tensor, blocks: Blocks) -> Tensor:
+    along = blocks.axis
+    grouped = sums.unflatten(along, (-1, GROUP // blocks.size))
+    while grouped.shape[along + 1] > 1:
+        first, second = grouped.chunk(2, along + 1)
+        grouped = first + second
+    return grouped.squeeze(along + 1)
