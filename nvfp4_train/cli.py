@@ -9,38 +9,21 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from types import FrameType
 from typing import Any, NoReturn
 
-from data.config import DataError
-from models.config import ModelError
-from nvfp4_train.checkpoint_files import CheckpointError
 from nvfp4_train.compose import compose
 from nvfp4_train.config import ConfigError, RunConfig
+from nvfp4_train.exits import ExitCode, guarded
 from nvfp4_train.layout import check_run
 from nvfp4_train.overrides import expand_sweeps, find_groups
-from nvfp4_train.precision.config import PrecisionError
 from nvfp4_train.schema import key_types, near_misses, to_yaml
 
-USER_MISTAKES = (ConfigError, ModelError, DataError, PrecisionError, CheckpointError)
-
-
-class ExitCode(IntEnum):
-    """What a command's exit code says; the table for users is in this folder's README."""
-
-    DONE = 0
-    INTERNAL = 1
-    MISTAKE = 2
-    GAP = 3
-    NON_FINITE = 4
-    INTERRUPTED = 75
+__all__ = ["ExitCode", "compose", "execute", "guarded", "help_text", "parse_arguments", "run"]
 
 
 @dataclass(frozen=True)
@@ -85,32 +68,6 @@ def run(body: Callable[[RunConfig], int | None], command: str, argv: Sequence[st
         argv: arguments without the program's name; by default those of this process.
     """
     return guarded(lambda: execute(parse_arguments(command, argv), body))
-
-
-def guarded(body: Callable[[], int | None]) -> int:
-    """Calls `body` and makes exit codes of exceptions: a message for a user's mistake, a traceback for all others."""
-    try:
-        return int(body() or ExitCode.DONE)
-    except USER_MISTAKES as error:
-        print(f"{_where()}error: {error}", file=sys.stderr, flush=True)
-        return ExitCode.MISTAKE
-    except KeyboardInterrupt:
-        print(f"{_where()}interrupted before there was anything to save", file=sys.stderr, flush=True)
-        return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.DONE
-    except Exception as error:
-        traceback.print_exc()
-        print(f"{_where()}failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return ExitCode.INTERNAL
-
-
-def _where() -> str:
-    """Rank and host, where there are several."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return ""
-    return f"[rank {os.environ.get('RANK', '?')} on {socket.gethostname()}] "
 
 
 def execute(arguments: Arguments, body: Callable[[RunConfig], int | None]) -> int | None:
