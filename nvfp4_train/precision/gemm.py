@@ -1,0 +1,66 @@
+"""The GEMM of emulated low precision: exact products, an FP32 accumulator, scales on the accumulator, one rounding.
+
+A quantized operand is `values * scale`. The values (element times block scale) are exact in BF16, so the vendor's
+BF16 GEMM with FP32 accumulation computes the low-precision product up to the order of the sum. What is left, each
+operand's tensor (or row) scale, is no power of two: folding it into the values would round them, rounding the output
+before the scales would round twice. So the scales multiply the accumulator, one after the other (their product alone
+may be denormal), and the result is rounded once.
+
+On a CPU BF16 GEMMs are slow and the accumulator is not FP32 everywhere; values are FP32 there and the products are
+the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    add_to: Tensor | None = None,
+) -> Tensor:
+    """a b, times both scales and plus the bias in FP32, rounded once to `dtype`.
+
+    Args:
+        a: values [M, K], any strides; FP32, or BF16 on CUDA.
+        b: values [K, N], likewise.
+        scale_a: FP32; 0-d for the tensor or [M] for its rows; None for 1.
+        scale_b: FP32; 0-d for the tensor or [N] for the columns; None for 1.
+        bias: [N] or None.
+        dtype: of the result, bfloat16 or float32.
+        add_to: FP32 [M, N] to which an FP32 result is added in place (a gradient buffer), or None.
+
+    Returns:
+        [M, N]; `add_to` itself where it is given.
+    """
+    factors = [] if scale_a is None else [scale_a[:, None] if scale_a.dim() == 1 else scale_a]
+    factors += [] if scale_b is None else [scale_b]
+    half = a.dtype == torch.bfloat16 and b.dtype == torch.bfloat16
+    if half and dtype == torch.bfloat16 and not factors and bias is None:
+        return torch.mm(a, b)  # the vendor's kernel accumulates in FP32 and rounds once itself
+    product = _product(a, b, half)
+    last = len(factors) if bias is None and dtype != torch.float32 else -1
+    for i, factor in enumerate(factors, start=1):
+        if i == last:  # rounded as it is written
+            return torch.mul(product, factor, out=torch.empty_like(product, dtype=dtype))
+        product.mul_(factor)
+    if bias is not None:
+        product.add_(bias)
+    if add_to is not None:
+        return add_to.add_(product)
+    return product.to(dtype)
+
+
+def _product(a: Tensor, b: Tensor, half: bool) -> Tensor:
+    """a b as FP32 [M, N]."""
+    if half and a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    assert a.is_cpu or not torch.backends.cuda.matmul.allow_tf32, "FP32 values need FP32 GEMMs, and TF32 is switched on"
+    return torch.mm(a.float(), b.float())

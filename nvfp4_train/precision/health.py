@@ -1,0 +1,122 @@
+"""How a low-precision run is doing: what quantization does to the tensors of one micro-batch.
+
+    flushed       share of the non-zero values that became zero
+    saturated     share of the values beyond the largest that their block's scale can hold
+    sqnr_db       signal to quantization noise, 10 log10(sum x^2 / sum (q - x)^2); nearest NVFP4 of Gaussians: 20
+    bias          mean(q - x) / mean |x|
+    scale_spread  log2(largest / smallest non-zero block scale)
+    amax          largest magnitude of what was quantized (the rotated copy where it is rotated)
+
+and for each weight gradient `zeros`, its share of exact zeros, which rises over a run. Error and bias are reported
+apart because passes need different things: a forward pass wants low error, a backward pass averages noise over many
+tokens but adds up bias.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nvfp4_train.precision.config import QuantSpec
+from nvfp4_train.precision.formats import ELEMENT_MAX, element_of
+from nvfp4_train.precision.mx import decode_e8m0
+from nvfp4_train.precision.quantizer import Values
+from nvfp4_train.precision.rotation import rotate
+
+STATISTICS = ("flushed", "saturated", "sqnr_db", "bias", "scale_spread", "amax")
+_LARGEST_DB = 200.0  # of a tensor without any error
+
+
+@dataclass
+class HealthSample:
+    """Statistics of one micro-batch; they stay on the device until `metrics` is asked for."""
+
+    _operands: dict[str, Tensor] = field(default_factory=dict)
+    _zeros: dict[str, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def operand(
+        self, linear: str, operand: str, x: Tensor, spec: QuantSpec, values: Values, axis: int, sign_key: int = 0
+    ) -> None:
+        """Take down one operand.
+
+        Args:
+            linear: global name.
+            operand: GEMM and kind, `dgrad_gradient`.
+            x: [M, N], what was quantized.
+            spec, axis, sign_key: how.
+            values: the result.
+        """
+        self._operands[f"quant/{linear}/{operand}"] = statistics(x, spec, values, axis, sign_key)
+
+    @torch.no_grad()
+    def weight_gradient(self, linear: str, dw: Tensor) -> None:
+        """Take down a weight gradient [out, in]."""
+        self._zeros[f"quant/{linear}/weight_gradient/zeros"] = (dw == 0).float().mean()
+
+    def metrics(self) -> dict[str, float]:
+        """`quant/<linear>/<operand>/<statistic>`, worst and mean; empty without a sample. Forgets the sample."""
+        found: dict[str, float] = {}
+        if self._operands:
+            rows = torch.stack(list(self._operands.values())).tolist()
+            for name, row in zip(self._operands, rows, strict=True):
+                found |= {f"{name}/{statistic}": value for statistic, value in zip(STATISTICS, row, strict=True)}
+            found |= _summary(dict(zip(self._operands, rows, strict=True)))
+        if self._zeros:
+            zeros = dict(zip(self._zeros, torch.stack(list(self._zeros.values())).tolist(), strict=True))
+            found |= zeros | {"quant/worst_gradient_zeros": max(zeros.values())}
+        self._operands, self._zeros = {}, {}
+        return found
+
+
+def statistics(x: Tensor, spec: QuantSpec, values: Values, axis: int, sign_key: int = 0) -> Tensor:
+    """The six `STATISTICS` of one operand, FP32 [6] on its device; arguments as in `HealthSample.operand`."""
+    exact = rotate(x, spec, sign_key, axis).float()
+    rounded = values.values.float()
+    if axis == 0:  # as the operand lies: rows along the contraction
+        exact, rounded = exact.t(), rounded.t()
+    scale = torch.ones((), device=x.device) if values.scale is None else values.scale
+    scale = scale[:, None] if scale.dim() == 1 else scale
+    rounded = rounded * scale
+    magnitude, noise = exact.abs(), rounded - exact
+
+    limit = scale * ELEMENT_MAX[element_of(spec)]
+    spread = torch.zeros((), device=x.device)
+    if values.block_scale is not None:
+        stored = values.block_scale
+        blocks = decode_e8m0(stored) if stored.dtype == torch.uint8 else stored.float()
+        present = blocks > 0
+        smallest = torch.where(present, blocks, math.inf).amin()
+        spread = torch.where(present.any(), (blocks.amax() / smallest).log2(), 0.0)
+        assert spec.tile is not None
+        for dim, size in enumerate(spec.tile):
+            blocks = blocks.repeat_interleave(size, dim)
+        limit = limit * blocks[: exact.shape[0], : exact.shape[1]]
+    nonzero = exact != 0
+    flushed = (nonzero & (rounded == 0)).sum() / nonzero.sum().clamp(min=1)
+    saturated = (magnitude > limit * (1 + 1e-6)).float().mean()
+    signal, error = exact.square().sum(), noise.square().sum()
+    sqnr = torch.where(error == 0, _LARGEST_DB, 10 * (signal / error).log10()).clamp(max=_LARGEST_DB)
+    bias = noise.sum() / magnitude.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.stack([flushed, saturated, sqnr, bias, spread, values.amax.amax()])
+
+
+def _summary(rows: dict[str, list[float]]) -> dict[str, float]:
+    """Worst of each statistic over all operands, and mean error and bias of each pass's operands."""
+    columns = dict(zip(STATISTICS, zip(*rows.values(), strict=True), strict=True))
+    found = {
+        "quant/worst_flushed": max(columns["flushed"]),
+        "quant/worst_saturated": max(columns["saturated"]),
+        "quant/worst_sqnr_db": min(columns["sqnr_db"]),
+        "quant/worst_bias": max(columns["bias"], key=abs),
+    }
+    for name, of_pass in (("forward", True), ("backward", False)):
+        chosen = [row for key, row in rows.items() if key.rpartition("/")[2].startswith("fprop_") == of_pass]
+        if chosen:
+            for statistic in ("sqnr_db", "bias"):
+                index = STATISTICS.index(statistic)
+                found[f"quant/{name}_{statistic}"] = sum(row[index] for row in chosen) / len(chosen)
+    return found

@@ -1,0 +1,115 @@
+"""Before a run: does every GEMM that it will use compute what it should, on this device?
+
+A kernel that returns zeros on a GPU nobody tried trains happily on zero gradients. So each distinct set of operands
+runs one small forward and backward pass, compared with plain float64 products within what the formats can explain, and,
+on another device than a CPU, with the reference quantizers on the CPU, whose bits it must have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nvfp4_train.precision.assignment import LinearPrecision
+from nvfp4_train.precision.config import PrecisionError
+from nvfp4_train.precision.delayed import AmaxHistories
+from nvfp4_train.precision.formats import element_of
+from nvfp4_train.precision.phases import Passes
+from nvfp4_train.precision.runtime import PrecisionRuntime
+from nvfp4_train.precision.three_gemms import ThreeGemms
+
+_SIZE = 128  # tokens, in-features and out-features: the smallest that fits every format
+# Relative error (RMS) of one quantized Gaussian operand, with a factor of two to spare.
+_OPERAND_ERROR = {"e2m1": 0.25, "e4m3": 0.06, "e5m2": 0.12, "bf16": 0.01}
+_SAME = 2.0**-7  # relative difference of two devices: the order of the sums, and one rounding to BF16
+
+
+class Products(NamedTuple):
+    """What the three GEMMs of one linear gave."""
+
+    fprop: Tensor
+    dgrad: Tensor
+    wgrad: Tensor
+
+
+def self_test(assignments: Iterable[LinearPrecision], device: torch.device | str) -> int:
+    """Try the GEMMs of a run on its device.
+
+    Args:
+        assignments: of the linears that will run.
+        device: where.
+
+    Returns:
+        How many distinct sets of operands were tried.
+
+    Raises:
+        PrecisionError: names the device, the GEMM and the error.
+    """
+    device = torch.device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    distinct = {(a.fprop, a.dgrad, a.wgrad): a for a in assignments}
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(_SIZE, _SIZE, generator=generator) for _ in range(3))
+    x, dy = x.bfloat16(), dy.bfloat16()
+    exact = Products(x.double() @ w.double().t(), dy.double() @ w.double(), dy.double().t() @ x.double())
+    for assignment in distinct.values():
+        small = replace(assignment, in_features=_SIZE, out_features=_SIZE)
+        reference = _run(small, x, w, dy)
+        for gemm in small.operands:
+            _compare(gemm, small, reference, exact, _allowed(gemm, small), "CPU", "plain float64")
+        if device.type != "cpu":
+            found = _run(small, x.to(device), w.to(device), dy.to(device))
+            for gemm in small.operands:
+                _compare(gemm, small, found, reference, _SAME, name, "the reference on the CPU")
+    return len(distinct)
+
+
+def _run(precision: LinearPrecision, x: Tensor, w: Tensor, dy: Tensor) -> Products:
+    """One forward and backward pass outside of any module."""
+    runtime = PrecisionRuntime(seed=0)
+    gemms = ThreeGemms(precision, runtime)
+    runtime.histories = AmaxHistories(gemms.delayed_tensors(), 1, x.device)
+    runtime.expect([precision.name])
+    runtime.begin_step(1, Passes())
+    runtime.begin_microbatch(0)
+    call = runtime.call()
+    y, kept = gemms.forward(x, w, None, call)
+    along_out, along_tokens = gemms.gradients(dy, call, True, True)
+    assert along_out is not None
+    assert along_tokens is not None
+    dx = gemms.input_gradient(along_out, w, call)
+    return Products(y, dx, gemms.weight_gradient(along_tokens, kept, call, None))
+
+
+def _allowed(gemm: str, precision: LinearPrecision) -> float:
+    """Relative error that the roundings of both operands explain; a decoded one was rounded in the forward pass too."""
+    forward = precision.operands["fprop"]
+    roundings = []
+    for kind, operand in precision.operands[gemm].items():
+        roundings.append(operand)
+        if operand.source == "decoded":
+            roundings.append(forward[kind])
+    return sum(_OPERAND_ERROR[element_of(operand)] ** 2 for operand in roundings) ** 0.5
+
+
+def _compare(
+    gemm: str,
+    precision: LinearPrecision,
+    found: Products,
+    expected: Products,
+    allowed: float,
+    device: str,
+    against: str,
+) -> None:
+    wanted = getattr(expected, gemm).double().cpu()
+    error = float((getattr(found, gemm).double().cpu() - wanted).norm() / wanted.norm())
+    if not error <= allowed:
+        raise PrecisionError(
+            f"The start-up test failed on {device}: {gemm} in {precision.gemm_formats[gemm]} (as in {precision.name}) "
+            f"is off by {error:.3g} of its size against {against}, where {allowed:.3g} is allowed. Training would go "
+            "wrong silently. Choose another precision or device, and report this device and its driver."
+        )

@@ -1,0 +1,193 @@
+"""The three GEMMs of one linear layer, each in the format its precision says.
+
+    fprop  Y  = X W^T      dgrad  dX = dY W      wgrad  dW = dY^T X
+
+The weight parameter is FP32, X and dY are BF16 [tokens, features], Y and dX come out in BF16, dW in FP32. Every
+operand is quantized from the high-precision tensor along the contraction of its own GEMM, unless its source says
+`decoded`: then from the values the forward GEMM multiplied. Nothing is transposed in memory: an operand contracted
+over its first dimension is quantized along it and keeps its layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nvfp4_train.precision.assignment import LinearPrecision
+from nvfp4_train.precision.config import Operand, QuantSpec
+from nvfp4_train.precision.gemm import gemm
+from nvfp4_train.precision.quantizer import quantize_values
+from nvfp4_train.precision.rounding import element_key
+from nvfp4_train.precision.runtime import Call, PrecisionRuntime
+from nvfp4_train.precision.weights import WeightCache
+
+BF16 = Operand(format="bf16")
+
+
+class Factor(NamedTuple):
+    """One of the two factors of a GEMM: `values * scale`.
+
+    Attributes:
+        values: as the GEMM takes them.
+        scale: FP32, 0-d or one for each row of the operand; None for 1.
+        format: of the values; what is written down as having run.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+    format: str
+
+    def decoded(self) -> Tensor:
+        """FP32 numbers; a row scale belongs to an operand contracted over its last dimension."""
+        wide = self.values.float()
+        if self.scale is None:
+            return wide
+        return wide * (self.scale[:, None] if self.scale.dim() == 1 else self.scale)
+
+
+def layout_independent(spec: QuantSpec) -> bool:
+    """Whether quantizing x^T gives the transpose of quantizing x, so that one copy serves two GEMMs."""
+    exact = (
+        spec.rounding == "nearest" and spec.rotation is None and spec.scaling == "tensor" and spec.correction is None
+    )
+    whole = spec.format in ("bf16", "fp8_current", "fp8_delayed")
+    return exact and (whole or (spec.tile is not None and spec.tile[0] == spec.tile[1]))
+
+
+def is_random(spec: QuantSpec) -> bool:
+    """Whether the values depend on the micro-batch's random bits."""
+    return spec.rounding == "stochastic" or spec.signs == "fresh" or spec.correction is not None
+
+
+class ThreeGemms:
+    """One linear's GEMMs, its quantized weights, and its part in the runtime's books.
+
+    Args:
+        precision: what the recipe decided for the linear.
+        runtime: shared by all linears of the process.
+    """
+
+    def __init__(self, precision: LinearPrecision, runtime: PrecisionRuntime) -> None:
+        self.name = precision.name
+        self.formats = precision.gemm_formats
+        self.runtime = runtime
+        self._operands = precision.operands
+        self._weights = WeightCache()
+
+    def delayed_tensors(self) -> list[str]:
+        """`<linear>.<input|weight|gradient>` of those that are scaled by an amax history."""
+        kinds = {kind for pair in self._operands.values() for kind, o in pair.items() if o.format == "fp8_delayed"}
+        return [f"{self.name}.{kind}" for kind in sorted(kinds)]
+
+    # ---- the GEMMs
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, Factor]:
+        """Y = X W^T + bias.
+
+        Args:
+            x: [tokens, in] BF16.
+            weight: [out, in] FP32.
+            bias: [out] or None, added to the FP32 accumulator.
+
+        Returns:
+            Y [tokens, out] BF16, and what `weight_gradient` needs of X: the very factor, or x itself in format bf16.
+        """
+        operand = self._operand("fprop", "input", call)
+        inputs = self._quantize(x, "fprop", "input", 1, call)
+        weights = self._weight(weight, "fprop", 1, call)
+        y = gemm(inputs.values, weights.values.t(), scale_a=inputs.scale, scale_b=weights.scale, bias=bias)
+        self._record("fprop", inputs, weights, call)
+        backward = self._operand("wgrad", "input", call)
+        shared = backward == operand and layout_independent(operand)
+        if inputs.format != "bf16" and (shared or backward.source == "decoded"):
+            return y, inputs
+        return y, Factor(x, None, "bf16")
+
+    def gradients(self, dy: Tensor, call: Call, dgrad: bool, wgrad: bool) -> tuple[Factor | None, Factor | None]:
+        """dY [tokens, out] BF16 as the factor of those GEMMs that are wanted: along out-features, and along tokens."""
+        along_out = self._quantize(dy, "dgrad", "gradient", 1, call) if dgrad else None
+        if not wgrad:
+            return along_out, None
+        operand = self._operand("wgrad", "gradient", call)
+        if along_out and operand == self._operand("dgrad", "gradient", call) and layout_independent(operand):
+            return along_out, along_out
+        return along_out, self._quantize(dy, "wgrad", "gradient", 0, call)
+
+    def input_gradient(self, gradient: Factor, weight: Tensor, call: Call) -> Tensor:
+        """dX = dY W, [tokens, in] BF16."""
+        weights = self._weight(weight, "dgrad", 0, call)
+        self._record("dgrad", gradient, weights, call)
+        return gemm(gradient.values, weights.values, scale_a=gradient.scale, scale_b=weights.scale)
+
+    def weight_gradient(self, gradient: Factor, kept: Factor, call: Call, add_to: Tensor | None) -> Tensor:
+        """dW = dY^T X, [out, in] FP32; added to the buffer `add_to` in place where one is given."""
+        inputs = self._kept(kept, call)
+        a, b, scales = gradient.values.t(), inputs.values, {"scale_a": gradient.scale, "scale_b": inputs.scale}
+        self._record("wgrad", gradient, inputs, call)
+        if not call.sampled:
+            return gemm(a, b, **scales, dtype=torch.float32, add_to=add_to)
+        dw = gemm(a, b, **scales, dtype=torch.float32)
+        self.runtime.health.weight_gradient(self.name, dw)
+        return dw if add_to is None else add_to.add_(dw)
+
+    # ---- their operands
+
+    def _operand(self, gemm_name: str, kind: str, call: Call) -> Operand:
+        """What is in force for an operand."""
+        in_force = call.passes.forward if gemm_name == "fprop" else call.passes.backward
+        return self._operands[gemm_name][kind] if in_force == "recipe" else BF16
+
+    def _quantize(self, x: Tensor, gemm_name: str, kind: str, axis: int, call: Call) -> Factor:
+        """`x` as the factor of a GEMM that contracts it over `axis`."""
+        operand = self._operand(gemm_name, kind, call)
+        if operand.format == "bf16":
+            rounded = x.bfloat16()
+            return Factor(rounded.float() if x.is_cpu else rounded, None, "bf16")
+        if call.evaluating and operand.rounding == "stochastic":
+            operand = replace(operand, rounding="nearest")
+        key = sign_key = 0
+        if is_random(operand):
+            key, sign_key = self._key(f"{gemm_name}.{kind}", call), self._key(f"{gemm_name}.signs", call)
+        name = f"{self.name}.{kind}"
+        amax = self.runtime.delayed_amax(name) if operand.format == "fp8_delayed" else None
+        values = quantize_values(x, operand, key=key, axis=axis, amax=amax, sign_key=sign_key)
+        if amax is not None:
+            self.runtime.record_amax(name, values.amax, call)
+        if call.sampled:
+            self.runtime.health.operand(self.name, f"{gemm_name}_{kind}", x, operand, values, axis, sign_key)
+        return Factor(values.values, values.scale, operand.format)
+
+    def _weight(self, weight: Tensor, gemm_name: str, axis: int, call: Call) -> Factor:
+        """The weight as a factor, contracted over `axis`; once a step unless it depends on the micro-batch's bits."""
+        operand = self._operand(gemm_name, "weight", call)
+
+        def make() -> Factor:
+            source = weight.detach()
+            if operand.source == "decoded" and self._operand("fprop", "weight", call).format != "bf16":
+                source = self._weight(weight, "fprop", 1, call).decoded()
+            return self._quantize(source, gemm_name, "weight", axis, call)
+
+        if is_random(operand) or not self.runtime.cache_weights:
+            return make()
+        key = (operand, 1 if layout_independent(operand) else axis, call.passes.forward)
+        return self._weights.get(weight, self.runtime.epoch, key, make)
+
+    def _kept(self, kept: Factor, call: Call) -> Factor:
+        """What the forward pass kept of X, as wgrad's factor."""
+        if kept.format == "bf16":
+            return self._quantize(kept.values, "wgrad", "input", 0, call)
+        if self._operand("wgrad", "input", call).source == "decoded":
+            return self._quantize(kept.decoded(), "wgrad", "input", 0, call)
+        return kept
+
+    def _key(self, operand: str, call: Call) -> int:
+        assert call.step is not None, "evaluation draws no random bits"
+        assert call.microbatch is not None
+        return element_key(self.runtime.seed, call.step, call.microbatch, self.name, operand)
+
+    def _record(self, gemm_name: str, first: Factor, second: Factor, call: Call) -> None:
+        if self.runtime.observing:
+            self.runtime.record(self.name, gemm_name, " x ".join(dict.fromkeys((first.format, second.format))), call)
