@@ -80,8 +80,8 @@ def from_mapping[T](cls: type[T], mapping: Any, path: str = "") -> T:
     """Builds the frozen dataclass `cls` from a plain mapping, nested ones included.
 
     `path` is the dotted key at which the mapping stands, for messages. Raises ConfigError, naming the full dotted key,
-    for an unknown or missing key, a value of another type, and NaN or infinity; an error of the dataclass's own check is
-    passed on with the key before it.
+    for an unknown or missing key, a value of another type, and NaN or infinity; an error of the dataclass's own check
+    is passed on with the key before it.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{path or 'configuration'}: wanted keys and values, got {shown(mapping)}.")
@@ -92,6 +92,9 @@ def from_mapping[T](cls: type[T], mapping: Any, path: str = "") -> T:
             siblings = [f"{prefix}{name}" for name in hints]
             hint = did_you_mean(f"{prefix}{key}", siblings) or f" Known here: {', '.join(hints)}."
             raise ConfigError(f"{prefix}{key}: there is no such key.{hint}")
+    check = getattr(cls, "check_mapping", None)  # what a class wants judged before its parts are built
+    if check is not None:
+        check(mapping)
     values = {name: convert(mapping[name], hint, f"{prefix}{name}") for name, hint in hints.items() if name in mapping}
     for field in dataclasses.fields(cast(Any, cls)):
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING

@@ -11,7 +11,9 @@ An operand is a `QuantSpec` plus where its numbers come from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nvfp4_train.precision.errors import PrecisionError as PrecisionError
 from nvfp4_train.precision.formats import FORMATS, find_problem, natural_tile, unknown_name
@@ -21,6 +23,7 @@ from nvfp4_train.precision.validation import (
     PASSES,
     ROLES,
     block_count,
+    check_choices,
     check_gemm,
     check_overrides,
     choose,
@@ -250,3 +253,8 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         check_overrides(self)
+
+    @staticmethod
+    def check_mapping(mapping: Mapping[str, Any]) -> None:
+        """What the schema asks before it builds the operands; see `validation.check_choices`."""
+        check_choices(mapping)

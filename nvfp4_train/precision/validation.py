@@ -78,8 +78,9 @@ def _rotation(operand: Operand) -> str:
 def check_overrides(config: PrecisionConfig) -> None:
     """Refuse overrides that make no sense for the recipe, with recipe, override, reason, and what to write instead."""
     choose(config.backend, BACKENDS, "precision.backend")
+    check_choices(config)
     for knob in KNOBS:
-        _check_knob(config, knob)
+        _check_reached(config, knob)
     _check_amax_history(config)
     if _formats(_operands(config)) == {"bf16"} and config.bf16_blocks.counts(1000) != (0, 0):
         raise PrecisionError(
@@ -107,44 +108,67 @@ def _knob_values(config: PrecisionConfig, knob: str) -> list[Any]:
     return [getattr(operand, knob) for operand in _operands(config)]
 
 
-def _check_knob(config: PrecisionConfig, knob: str) -> None:
-    value, choices = getattr(config, knob), getattr(config.knobs, knob)
-    setting = f"precision.{knob}={written(value)}"
-    if value not in (choices or (None,)):
-        allowed = " or ".join(written(choice) for choice in choices or (None,))
-        instead = "" if choices else " (precision=nvfp4 has this override)"
-        raise PrecisionError(
-            f"{setting} makes no sense for recipe {config.name}: {_why_not(config, knob)}. "
-            f"Write precision.{knob}={allowed}{instead}."
-        )
-    if value is not None and value not in _knob_values(config, knob):
-        raise PrecisionError(
-            f"{setting} reaches no operand of recipe {config.name}: set precision.{knob} instead of the operands' own "
-            f"values, and let the operands refer to it as ${{precision.{knob}}}."
-        )
+def check_choices(found: Any) -> None:
+    """Refuse an override that is none of the recipe's `knobs`, with the reason.
+
+    `found` is a `PrecisionConfig`, or the plain mapping that it will be made from: what was typed is judged before the
+    operands that refer to it, so that the message names the override and not an operand.
+    """
+    for knob in KNOBS:
+        value = _at(found, knob)
+        choices = tuple(_at(found, f"knobs.{knob}") or (None,))
+        if value not in choices:
+            instead = "" if choices != (None,) else " (precision=nvfp4 has this override)"
+            raise PrecisionError(
+                f"precision.{knob}={written(value)} makes no sense for recipe {_at(found, 'name')}: "
+                f"{_why_not(found, knob)}. Write precision.{knob}={' or '.join(map(written, choices))}{instead}."
+            )
 
 
-def _why_not(config: PrecisionConfig, knob: str) -> str:
+def _at(node: Any, path: str) -> Any:
+    """What stands at a dotted path of nested mappings or objects, None where nothing does."""
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, Mapping) else getattr(node, key, None)
+    return _as_tuples(node)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _why_not(found: Any, knob: str) -> str:
     """Why the recipe does not take another value of `knob`."""
-    gradients = (config.dgrad.gradient, config.wgrad.gradient)
-    weights = (config.fprop.weight, config.dgrad.weight)
-    corrected = any(operand.correction for operand in gradients)
+    gradients = _named_formats(found, "dgrad.gradient", "wgrad.gradient")
+    corrected = _at(found, "wgrad.gradient.correction") is not None
     if knob == "rotation":
         if corrected:
             return "its correction is defined on groups of 128 rotated values"
-        named = " and ".join(sorted(_formats((config.wgrad.gradient, config.wgrad.input))))
+        named = _named_formats(found, "wgrad.gradient", "wgrad.input")
         return f"a rotation spreads outliers over the 4-bit blocks of wgrad's operands, and its own are {named}"
     if knob == "gradient_rounding":
         if corrected:
             return "its correction makes rounding to nearest unbiased and is defined for that alone"
-        if _formats(gradients) == {"bf16"}:
+        if gradients == "bf16":
             return "its gradients stay in BF16 and are not rounded to a grid"
-        named = " and ".join(sorted(_formats(gradients)))
-        return f"its gradients are {named}, which published recipes round to nearest; stochastic rounding is for 4 bits"
+        return f"its gradients are {gradients}, and stochastic rounding is for gradients of 4 bits"
     if knob == "weight_tile":
-        named = " and ".join(sorted(_formats(weights)))
+        named = _named_formats(found, "fprop.weight", "dgrad.weight")
         return f"its weights are {named}, and other blocks than the format's are not defined"
     return "4 or 6 is chosen for nvfp4 blocks with nearest rounding and without rotation, by mse or mae"
+
+
+def _named_formats(found: Any, *operands: str) -> str:
+    return " and ".join(sorted({str(_at(found, f"{operand}.format")) for operand in operands}))
+
+
+def _check_reached(config: PrecisionConfig, knob: str) -> None:
+    """Refuse an override whose value no operand has: used, printed and saved must be one."""
+    value = getattr(config, knob)
+    if value is not None and value not in _knob_values(config, knob):
+        raise PrecisionError(
+            f"precision.{knob}={written(value)} reaches no operand of recipe {config.name}: set precision.{knob} "
+            f"instead of the operands' own values, and let the operands refer to it as ${{precision.{knob}}}."
+        )
 
 
 def _check_amax_history(config: PrecisionConfig) -> None:
