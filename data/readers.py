@@ -1,0 +1,250 @@
+"""From files to documents: one reader a kind of source, all of one shape.
+
+A reader takes a source and one of its files and yields documents in order, each with the place it came from
+(`path:line`, or `path:row`); what can't be read as a document comes out as a `BadDocument` with the reason, so that
+whoever prepares decides whether to stop. Nothing is held but the document at hand.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import json
+import tempfile
+import tokenize
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.config import DataError
+from data.quiet import quiet_logger
+from data.sources import Source, SourceFile
+
+CHUNK = 1 << 20
+# A text file above this is cut at line ends into documents of about DOCUMENT_BYTES, so that memory stays bounded and a
+# part can be held out. A source of one file is always cut, into this many documents if it is small.
+WHOLE_FILE_BYTES = 1 << 20
+DOCUMENT_BYTES = 1 << 16
+DOCUMENTS_OF_ONE_FILE = 50
+ROWS_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class Document:
+    """Text that belongs together, and where it came from."""
+
+    text: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class BadDocument:
+    """A place where a document should be and can't be read, and why."""
+
+    origin: str
+    reason: str
+
+
+Reader = Callable[[Source, SourceFile, str], Iterator[Document | BadDocument]]
+
+
+def read_documents(source: Source, text_field: str) -> Iterator[Document | BadDocument]:
+    """All documents of a source in order; the same at every call while its files do not change.
+
+    Raises:
+        DataError: a file can't be opened, is not of its kind, or a Parquet file has no column `text_field`.
+    """
+    read = READERS[source.kind]
+    for file in source.files:
+        try:
+            yield from read(source, file, text_field)
+        except OSError as error:
+            raise DataError(f"can't read {file.path}: {error.strerror or error}.") from error
+
+
+def read_builtin(source: Source, file: SourceFile, text_field: str) -> Iterator[Document | BadDocument]:
+    """A module of the standard library is a document, decoded as its own coding line says."""
+    try:
+        with tokenize.open(file.path) as stream:
+            yield Document(stream.read(), str(file.path))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        yield BadDocument(str(file.path), f"not text in the encoding it states ({error})")
+
+
+def read_text(source: Source, file: SourceFile, text_field: str) -> Iterator[Document | BadDocument]:
+    """A UTF-8 file through `datasets`: one document, or several cut at line ends. Line ends become \\n."""
+    offset = invalid_utf8(file.path)
+    if offset is not None:
+        yield BadDocument(str(file.path), f"not UTF-8 at byte {offset}; convert it (`iconv -t UTF-8`) or leave it out")
+        return
+    limit = _document_bytes(source, file)
+    options: dict[str, Any] = {"sample_by": "line", "keep_linebreaks": True, "encoding": "utf-8-sig"}
+    lines = (line for batch in _batches("text", file.path, **options) for line in batch["text"].to_pylist())
+    for first_line, text in cut(lines, limit):
+        yield Document(text, f"{file.path}:{first_line}")
+
+
+def read_jsonl(source: Source, file: SourceFile, text_field: str) -> Iterator[Document | BadDocument]:
+    """One JSON object a line, of which only `text_field` is used; blank lines are no documents."""
+    with file.path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield _json_document(line, text_field, f"{file.path}:{number}")
+
+
+def read_parquet(source: Source, file: SourceFile, text_field: str) -> Iterator[Document | BadDocument]:
+    """One document a row through `datasets`, of the column `text_field` alone. Rows count from 1."""
+    from datasets import Features, Value
+
+    _check_column(file.path, text_field)
+    options = {
+        "columns": [text_field],
+        "features": Features({text_field: Value("large_string")}),
+        "batch_size": ROWS_AT_ONCE,
+    }
+    row = 0
+    for batch in _batches("parquet", file.path, **options):
+        for cell in batch[text_field]:
+            row += 1
+            origin = f"{file.path}:{row}"
+            try:
+                text = cell.as_py()
+            except UnicodeDecodeError as error:
+                yield BadDocument(origin, f"not UTF-8 at byte {error.start} of column {text_field!r}")
+                continue
+            yield BadDocument(origin, f"null in column {text_field!r}") if text is None else Document(text, origin)
+
+
+READERS: dict[str, Reader] = {
+    "builtin": read_builtin,
+    "text": read_text,
+    "jsonl": read_jsonl,
+    "parquet": read_parquet,
+}
+
+
+def cut(lines: Iterable[str], limit: int) -> Iterator[tuple[int, str]]:
+    """Joins lines (with their ends) into pieces of at least `limit` characters, each with the number of its first line.
+
+    A line longer than `limit` is cut too, after a space where there is one. Joined again, the pieces are the text.
+    """
+    piece: list[str] = []
+    size, first = 0, 1
+    for number, line in enumerate(lines, start=1):
+        if not piece:
+            first = number
+        start = 0
+        while len(line) - start > limit:
+            end = line.rfind(" ", start, start + limit) + 1 or start + limit
+            yield first, "".join([*piece, line[start:end]])
+            piece, size, first, start = [], 0, number, end
+        piece.append(line[start:])
+        size += len(line) - start
+        if size >= limit:
+            yield first, "".join(piece)
+            piece, size = [], 0
+    if size:
+        yield first, "".join(piece)
+
+
+def invalid_utf8(path: Path) -> int | None:
+    """Offset of the first byte that is not UTF-8, or None; reads in chunks."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    fed = 0
+    with path.open("rb") as stream:
+        while True:
+            chunk = stream.read(CHUNK)
+            pending = len(decoder.getstate()[0])  # bytes of a character that the last chunk cut in two
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                return fed - pending + error.start
+            if not chunk:
+                return None
+            fed += len(chunk)
+
+
+def _document_bytes(source: Source, file: SourceFile) -> int:
+    """The size of document that a text file is cut into; its own size where it stays whole."""
+    if len(source.files) == 1:
+        return max(1, min(DOCUMENT_BYTES, file.size // DOCUMENTS_OF_ONE_FILE))
+    return DOCUMENT_BYTES if file.size > WHOLE_FILE_BYTES else max(1, file.size)
+
+
+def _json_document(line: bytes, text_field: str, origin: str) -> Document | BadDocument:
+    try:
+        record = json.loads(line.rstrip().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadDocument(origin, f"not UTF-8 at byte {error.start} of the line")
+    except json.JSONDecodeError as error:
+        return BadDocument(origin, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
+    except (ValueError, RecursionError) as error:
+        return BadDocument(origin, f"not JSON: {error}")
+    if not isinstance(record, dict):
+        return BadDocument(origin, f"a JSON {_json_type(record)} where an object should be")
+    if text_field not in record:
+        there = ", ".join(repr(key) for key in list(record)[:8]) or "none"
+        return BadDocument(
+            origin, f"no field {text_field!r} (fields there: {there}); data.text_field names the one to read"
+        )
+    text = record[text_field]
+    if not isinstance(text, str):
+        return BadDocument(origin, f"field {text_field!r} is a JSON {_json_type(text)}, not a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return BadDocument(origin, f"field {text_field!r} holds half a surrogate pair at character {error.start}")
+    return Document(text, origin)
+
+
+def _json_type(value: object) -> str:
+    if value is None:
+        return "null"
+    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return names[type(value)]
+
+
+def _check_column(path: Path, column: str) -> None:
+    """Raises DataError if the file is no Parquet or its column `column` is missing or not of strings."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        schema = pq.read_schema(path)
+    except (pa.ArrowException, ValueError) as error:
+        reason = str(error).rstrip(".")
+        raise DataError(f"{path} is not a whole Parquet file: {reason}. Copy it again or leave it out.") from error
+    if column not in schema.names:
+        raise DataError(
+            f"{path} has no column {column!r}; its columns are {', '.join(map(repr, schema.names))}. Set "
+            "data.text_field to the one that holds the text."
+        )
+    kind = schema.field(column).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise DataError(
+            f"{path}: column {column!r} is of type {kind}, not string. Set data.text_field to a column of strings."
+        )
+
+
+def _batches(builder: str, path: Path, **options: Any) -> Iterator[Any]:
+    """Arrow tables of one local file, streamed by Hugging Face `datasets`."""
+    import datasets
+
+    if "::" in str(path):  # read as a chain of addresses there
+        raise DataError(f"{path}: a name with '::' can't be opened by `datasets`. Rename it.")
+    # Neither the user's cache nor the network is touched: the file is local and streaming keeps nothing.
+    with quiet_logger("datasets"), tempfile.TemporaryDirectory() as cache:
+        try:
+            stream = datasets.load_dataset(
+                builder, data_files=glob.escape(str(path)), split="train", streaming=True, cache_dir=cache, **options
+            )
+            yield from stream.with_format("arrow").iter(batch_size=ROWS_AT_ONCE)
+        except (DataError, OSError, MemoryError):
+            raise
+        except Exception as error:  # datasets raises what its readers and its own wrappers raise: no common class
+            raise DataError(f"can't read {path} as {builder}: {error}. Copy it again or leave it out.") from error

@@ -1,0 +1,198 @@
+"""What text there is: the files of a source, found and listed once, before any of them is read.
+
+A source is of one kind (`builtin`, `text`, `jsonl`, `parquet`), so one reader (`data.readers`) reads all of its files.
+The list of files with their sizes and times of change is the source's identity: the fast check by which a prepared
+corpus is reused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import sysconfig
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from data.config import DataError
+
+BUILTIN = "builtin"
+SUFFIXES: dict[str, tuple[str, ...]] = {
+    "parquet": (".parquet",),
+    "jsonl": (".jsonl", ".ndjson"),
+    "text": (".txt", ".text", ".md", ".rst", ".py"),
+}
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4", ".7z", ".tar", ".tgz")
+# Tests of the standard library are a third of its text and full of tables; site-packages are not part of it.
+BUILTIN_LEAVES_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file as it was when the source was listed. `name` is relative to the source's root, with forward slashes."""
+
+    path: Path
+    name: str
+    size: int
+    mtime_ns: int
+
+    def sha256(self) -> str:
+        """Hash of the content. Raises DataError if the file can't be read."""
+        try:
+            with self.path.open("rb") as stream:
+                return hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one kind, in the order in which they are read (by name); `ignored` counts other files beside them."""
+
+    kind: str
+    name: str
+    root: Path
+    files: tuple[SourceFile, ...]
+    ignored: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes in all files together."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def identity(self) -> str:
+        """Hash of where the source is and of its files' names, sizes and times of change: cheap, no content is read."""
+        listing = [[file.name, file.size, file.mtime_ns] for file in self.files]
+        return hashlib.sha256(json.dumps([self.kind, str(self.root), listing]).encode()).hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raises DataError if a file is no longer what it was when the source was listed."""
+        for file in self.files:
+            now = _stat(file.path)
+            if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
+                raise DataError(
+                    f"{file.path} was changed while it was being read. Prepare it once nothing writes to it."
+                )
+
+
+def find_source(path: str) -> Source:
+    """Lists the source that `data.path` names, without reading it.
+
+    Raises:
+        DataError: no such path, unreadable, no usable file, more than one kind in a folder, or nothing but empty files.
+    """
+    if path == BUILTIN:
+        return _builtin()
+    root = Path(path).expanduser().absolute()
+    mode = _stat(root).st_mode
+    if stat.S_ISDIR(mode):
+        source = _folder(root)
+    elif stat.S_ISREG(mode):
+        source = Source(_kind_of_file(root), root.stem, root, (_file(root, root.parent),))
+    else:
+        raise DataError(
+            f"data.path: {root} is neither a file nor a folder. Write the path of text, .jsonl or .parquet."
+        )
+    if source.size == 0:
+        what = f"all {len(source.files)} files in {root} are" if stat.S_ISDIR(mode) else f"{root} is"
+        raise DataError(f"data.path: {what} empty (0 bytes). There is nothing to train on.")
+    return source
+
+
+def _builtin() -> Source:
+    """The running Python's standard library, from where Python has it."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in _walk(root, BUILTIN_LEAVES_OUT) if path.suffix == ".py"]
+    if not paths:
+        raise DataError(
+            f"data.path: this Python has no source text of its standard library (looked for .py files in {root}), so "
+            "the built-in corpus can't be made. Set data.path to text of your own."
+        )
+    return Source(BUILTIN, BUILTIN, root, _listed(paths, root))
+
+
+def _folder(root: Path) -> Source:
+    """Every usable file under `root`, hidden ones left out."""
+    paths = _walk(root)
+    kinds = {kind: [p for p in paths if p.suffix.lower() in suffixes] for kind, suffixes in SUFFIXES.items()}
+    if kinds["parquet"] and kinds["jsonl"]:
+        raise DataError(
+            f"data.path: {root} holds {len(kinds['parquet'])} Parquet and {len(kinds['jsonl'])} JSON lines files. A "
+            "source is of one kind: give the sub-folder of one of them."
+        )
+    # Text beside data files is a README more often than a corpus: data files win, and the rest is counted as ignored.
+    for kind, found in kinds.items():
+        if found:
+            return Source(kind, root.name, root, _listed(found, root), ignored=len(paths) - len(found))
+    _refuse_folder(root, paths)
+
+
+def _refuse_folder(root: Path, paths: list[Path]) -> NoReturn:
+    wanted = " ".join(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
+    seen = Counter(path.suffix or "no suffix" for path in paths)
+    there = ", ".join(f"{count} of {suffix}" for suffix, count in seen.most_common(5)) or "no files"
+    raise DataError(f"data.path: {root} holds no file to read: wanted {wanted}, found {there}. {_way_out(seen)}")
+
+
+def _way_out(suffixes: Iterable[str]) -> str:
+    if any(suffix in COMPRESSED for suffix in suffixes):
+        return "Compressed files are not read: decompress them first."
+    return "Give a text file (any name), .jsonl or .parquet, a folder of these, or `builtin`."
+
+
+def _kind_of_file(path: Path) -> str:
+    """Any name that is not a known other format is text."""
+    suffix = path.suffix.lower()
+    if suffix in COMPRESSED:
+        raise DataError(
+            f"data.path: {path} is compressed. Decompress it first; .jsonl, .parquet and text are read as they are."
+        )
+    if suffix == ".json":
+        raise DataError(
+            f"data.path: {path} ends in .json. What is read is JSON lines, one object a line: convert it (for an "
+            f"array, `jq -c '.[]' {path.name} > {path.stem}.jsonl`) or rename it to .jsonl if it already is that."
+        )
+    return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), "text")
+
+
+def _walk(root: Path, leave_out: Collection[str] = ()) -> list[Path]:
+    """Files under `root`, but for hidden ones and folders named in `leave_out`; links to folders are not followed."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise DataError(f"data.path: can't list {error.filename}: {error.strerror}. Make it readable or leave it out.")
+
+    found = []
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return found
+
+
+def _listed(paths: list[Path], root: Path) -> tuple[SourceFile, ...]:
+    return tuple(sorted((_file(path, root) for path in paths), key=lambda file: file.name))
+
+
+def _file(path: Path, root: Path) -> SourceFile:
+    now = _stat(path)
+    return SourceFile(path, path.relative_to(root).as_posix(), now.st_size, now.st_mtime_ns)
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except FileNotFoundError as error:
+        raise DataError(
+            f"data.path: there is no {path}. Write the path of a text file, .jsonl, .parquet or a folder of them, or "
+            "`builtin`."
+        ) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"data.path: can't read {path}: {error.strerror}. Make it readable for this user.")

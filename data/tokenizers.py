@@ -1,0 +1,148 @@
+"""From text to ids: bytes, or any file of the `tokenizers` library.
+
+A tokenizer here turns whole documents into ids and adds nothing: no begin, no padding, no truncation, whatever the
+file sets. The end-of-document token `eod` is put after each document by whoever prepares, and text can't forge it:
+special tokens that are written out in a document are encoded as the characters they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from data.config import DataError
+
+BYTE = "byte"
+EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|endofdocument|>", "<|eos|>", "</s>", "<eos>", "[EOS]")
+
+Ids = npt.NDArray[np.integer[Any]]
+
+
+class Tokenizer(Protocol):
+    """What preparation needs of a tokenizer.
+
+    Attributes:
+        name: `byte` or the path of its file.
+        hash: of everything that decides its ids; travels with the data.
+        vocab_size: one more than the largest id it can make, special and added tokens included.
+        eod: id of the end-of-document token.
+    """
+
+    name: str
+    hash: str
+    vocab_size: int
+    eod: int
+
+    def encode(self, text: str) -> Ids:
+        """Ids of one text, without `eod`."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, without `eod`."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, special tokens left out."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are the ids 0 to 255; 256 ends a document."""
+
+    name = BYTE
+    hash = hashlib.sha256(b"utf-8 bytes, eod 256").hexdigest()
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, text: str) -> Ids:
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Ids cut out of the middle of a text may begin or end inside a character: such bytes become U+FFFD."""
+        return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A `tokenizer.json` of the `tokenizers` library; `eod` is the first of EOD_TOKENS that is special in it."""
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        self.name = str(path)
+        content = _read(path)
+        self.hash = hashlib.sha256(content).hexdigest()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"data.tokenizer: {path} is not a file of the `tokenizers` library ({error}). Give a tokenizer.json, "
+                "or `byte`."
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.eod = self._find_eod(path)
+
+    def encode(self, text: str) -> Ids:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.int32) for one in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def _find_eod(self, path: Path) -> int:
+        special = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
+        for token in EOD_TOKENS:
+            if token in special:
+                return special[token]
+        has = ", ".join(sorted(special)[:8]) or "none"
+        raise DataError(
+            f"data.tokenizer: {path} has no special token that ends a document: looked for {' '.join(EOD_TOKENS)}, "
+            f"its special tokens are {has}. Add one of these to the file as a special token."
+        )
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names.
+
+    Raises:
+        DataError: the file is not there, is none of the `tokenizers` library, or has no token that ends a document.
+    """
+    return ByteTokenizer() if name == BYTE else FileTokenizer(tokenizer_path(name))
+
+
+def tokenizer_hash(name: str) -> str:
+    """The hash of the tokenizer `name`, without loading it. Raises DataError if its file can't be read."""
+    return ByteTokenizer.hash if name == BYTE else hashlib.sha256(_read(tokenizer_path(name))).hexdigest()
+
+
+def tokenizer_path(name: str) -> Path:
+    """The file that `data.tokenizer` names, if it is there."""
+    path = Path(name).expanduser().absolute()
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        raise DataError(f"data.tokenizer: {path} is a folder; write {path / 'tokenizer.json'}.")
+    if not path.is_file():
+        raise DataError(
+            f"data.tokenizer: there is no file {path}. Nothing is downloaded: copy the tokenizer.json of the model "
+            "you want there (each model repository of the Hugging Face hub holds one), or use `byte`, which needs no "
+            "file."
+        )
+    return path
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"data.tokenizer: can't read {path}: {error.strerror}. Make it readable for this user."
+        ) from error
