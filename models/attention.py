@@ -93,7 +93,7 @@ class CausalAttention(MegatronModule):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """[s, b, n, d] -> [b, n, s, d]. BF16 products are slow on a CPU, and would round more than once there: FP32 inside."""
+    """[s, b, n, d] -> [b, n, s, d]. FP32 inside on a CPU, where BF16 products are slow and round more than once."""
     dtype = query.dtype
     query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
     if query.device.type == "cpu":

@@ -75,7 +75,7 @@ class LanguageStack(HybridStack):
 
 
 class LanguageModel(HybridModel):
-    """HybridModel whose output layer is one of the given linears and whose padded vocabulary takes no part in the loss."""
+    """HybridModel whose output layer is one of the given linears and whose padded vocabulary is out of the loss."""
 
     def __init__(
         self, config: TransformerConfig, spec: ModuleSpec, linears: LinearClasses, model: ModelConfig, **kwargs: Any
@@ -120,7 +120,7 @@ class LanguageModel(HybridModel):
         return super().forward(input_ids, position_ids, attention_mask, labels=labels, **kwargs)
 
     def _scale_logits(self, logits: Tensor) -> Tensor:
-        """HybridModel's only step between output layer and loss: padded rows get -inf, so they never win and take no loss."""
+        """The only step between output layer and loss: padded rows get -inf, so they never win and take no loss."""
         local = logits.shape[-1]
         first = 0 if local == self.vocab_size else self.tp_group.rank() * local
         real = max(0, min(local, self.real_vocab_size - first))
@@ -197,11 +197,11 @@ def _megatron_config(
     virtual_pipeline: int,
 ) -> TransformerConfig:
     """Our model in Megatron's words. Fusions that need Apex or Transformer Engine are off."""
-    recompute: dict[str, Any] = {
+    recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }[config.recompute]
+    }
     # Interleaved stages that batch their sends mix up activations and gradients.
     interleaved: dict[str, Any] = {"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual_pipeline > 1 else {}
     return TransformerConfig(
@@ -238,7 +238,7 @@ def _megatron_config(
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **recompute,
+        **recompute[config.recompute],
         **interleaved,
     )
 
@@ -293,7 +293,7 @@ def global_name(model: HybridModel, name: str) -> str:
 
 
 def named_linears(model: HybridModel) -> dict[str, nn.Module]:
-    """The rank's linear layers by global name, in the order in which they run, the output layer included where it is."""
+    """The rank's linear layers by global name in the order in which they run, the output layer included."""
     found = {global_name(model, name): module for name, module in model.named_modules()}
     names = [
         f"decoder.layers.{layer.layer_number - 1}.{path}" for layer in model.decoder.layers for path in LINEAR_PATHS
@@ -309,7 +309,7 @@ def _initial_names(model: HybridModel) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def no_weight_decay(name: str, parameter: Tensor) -> bool:
-    """Whether the optimizer leaves a parameter out of weight decay: A_log, D, dt_bias, norms, biases, the convolution."""
+    """Whether a parameter takes no weight decay: A_log, D, dt_bias, norms, biases and the convolution."""
     leaf = name.rsplit(".", 1)[-1]
     return leaf in _NO_DECAY or parameter.dim() == 1
 

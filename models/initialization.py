@@ -27,8 +27,8 @@ def initial_values(name: str, shape: tuple[int, ...], seed: int, config: ModelCo
     """The whole, unsharded initial tensor of one parameter, FP32 on the CPU.
 
     Linears and embedding: normal with `init_std`, projections back into the residual stream with
-    init_std / sqrt(2 * blocks). Convolution: uniform within 1 / sqrt(taps). Mamba-2 (arXiv 2405.21060): softplus(dt_bias)
-    log-uniform in [0.001, 0.1] with floor 0.0001, A uniform in [1, 16], D = 1. Norms: 1.
+    init_std / sqrt(2 * blocks). Convolution: uniform within 1 / sqrt(taps). Mamba-2 (arXiv 2405.21060):
+    softplus(dt_bias) log-uniform in [0.001, 0.1] with floor 0.0001, A uniform in [1, 16], D = 1. Norms: 1.
     """
     generator, leaf = parameter_generator(seed, name), name.rsplit(".", 1)[-1]
     if leaf == "D" or "norm" in name:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.config import ModelConfig, ModelError
-from models.mamba import MambaKernels, MambaWeights, MixerCore, convolve, torch_core
+from models.convolution import causal_convolution
+from models.mamba import MambaKernels, MambaWeights, MixerCore, torch_core
 from models.norm import ACTIVATION_DTYPE
 from models.shapes import mamba_conv_channels, mamba_in_proj_width
 
@@ -83,7 +84,8 @@ def _fused_core(kernel: Any, projected: Tensor, weights: MambaWeights) -> Tensor
 def _scan_core(kernel: Any, projected: Tensor, weights: MambaWeights) -> Tensor:
     """The same with torch's convolution, where causal-conv1d is not installed."""
     z, xbc, dt = projected.transpose(0, 1).split(weights.split_sizes, dim=-1)
-    xbc = F.silu(convolve(xbc.float(), weights)).to(ACTIVATION_DTYPE)
+    xbc = causal_convolution(xbc.float(), weights.conv_weight, weights.conv_bias)
+    xbc = F.silu(xbc).to(ACTIVATION_DTYPE)
     x, B, C = xbc.split(weights.convolved_sizes, dim=-1)
     y = kernel(
         x.unflatten(-1, (-1, weights.head_dim)),
@@ -139,8 +141,13 @@ def _outputs_and_gradients(core: MixerCore, config: ModelConfig, device: torch.d
         "D's": normal(heads),
     }
     leaves = [tensor.requires_grad_() for tensor in inputs.values()]
-    sizes = (config.mamba_head_dim, config.mamba_state_dim, config.mamba_num_groups, config.mamba_chunk_size)
-    y = core(leaves[0], MambaWeights(*leaves[1:], *sizes))
+    sizes: dict[str, Any] = {
+        "head_dim": config.mamba_head_dim,
+        "state_dim": config.mamba_state_dim,
+        "num_groups": config.mamba_num_groups,
+        "chunk_size": config.mamba_chunk_size,
+    }
+    y = core(leaves[0], MambaWeights(*leaves[1:], **sizes))
     gradients = torch.autograd.grad(y, leaves, normal(*y.shape).to(y.dtype))
     named = {f"{name} gradient": gradient.float() for name, gradient in zip(inputs, gradients, strict=True)}
     return {"the output": y.detach().float(), **named}

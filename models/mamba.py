@@ -16,6 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
+from models.convolution import causal_convolution
 from models.norm import ACTIVATION_DTYPE, GroupRMSNorm, parameter_device
 from models.scan import chunked_scan
 
@@ -41,14 +42,19 @@ class MambaWeights:
     chunk_size: int
 
     @property
+    def num_heads(self) -> int:
+        """Heads on this rank."""
+        return self.D.shape[0]
+
+    @property
     def inner_size(self) -> int:
         """Width of z, of x and of the result."""
-        return self.D.shape[0] * self.head_dim
+        return self.num_heads * self.head_dim
 
     @property
     def split_sizes(self) -> tuple[int, int, int]:
         """Widths of z, of x with B and C, and of dt in what in_proj gives."""
-        return self.inner_size, self.conv_bias.shape[0], self.D.shape[0]
+        return self.inner_size, self.conv_bias.shape[0], self.num_heads
 
     @property
     def convolved_sizes(self) -> tuple[int, int, int]:
@@ -56,6 +62,9 @@ class MambaWeights:
         group_width = self.num_groups * self.state_dim
         return self.inner_size, group_width, group_width
 
+
+# Elements of the decay matrices [tokens, heads, chunk] that a CPU handles at once.
+CPU_DECAY_ELEMENTS = 2**20
 
 MixerCore = Callable[[Tensor, MambaWeights], Tensor]
 
@@ -69,7 +78,7 @@ class MambaKernels:
 
 
 def torch_core(projected: Tensor, weights: MambaWeights) -> Tensor:
-    """Convolution, scan and gate in FP32.
+    """Convolution, scan and gate in plain torch, FP32 inside.
 
     Args:
         projected: [s, b, z + x + B + C + dt] from in_proj, BF16.
@@ -78,27 +87,43 @@ def torch_core(projected: Tensor, weights: MambaWeights) -> Tensor:
     Returns:
         [s, b, d_inner], BF16.
     """
-    z, xbc, dt = projected.transpose(0, 1).float().split(weights.split_sizes, dim=-1)
-    x, B, C = F.silu(convolve(xbc, weights)).split(weights.convolved_sizes, dim=-1)
-    x = x.unflatten(-1, (-1, weights.head_dim))
-    B, C = (t.unflatten(-1, (weights.num_groups, -1)) for t in (B, C))
-    dt = F.softplus(dt + weights.dt_bias)
-    y = chunked_scan(x, dt, -weights.A_log.exp(), B, C, weights.chunk_size) + x * weights.D[:, None]
-    return (y.flatten(2) * F.silu(z)).transpose(0, 1).to(ACTIVATION_DTYPE)
+    if projected.device.type != "cpu":
+        return _convolve_scan_gate(projected, weights)
+    # A few sequences at a time: the decay matrices of the scan then stay in a core's cache.
+    sequences = max(1, CPU_DECAY_ELEMENTS // (projected.shape[0] * weights.num_heads * weights.chunk_size))
+    pieces = projected.split(sequences, dim=1)
+    return torch.cat([_convolve_scan_gate(piece, weights) for piece in pieces], dim=1)
 
 
-def convolve(x: Tensor, weights: MambaWeights) -> Tensor:
-    """Causal depthwise convolution over time: [b, s, channels] FP32, the last tap on the present token."""
-    length, taps = x.shape[1], weights.conv_weight.shape[-1]
-    padded = F.conv1d(x.transpose(1, 2), weights.conv_weight, weights.conv_bias, padding=taps - 1, groups=x.shape[-1])
-    return padded[..., :length].transpose(1, 2)
+def _convolve_scan_gate(projected: Tensor, weights: MambaWeights) -> Tensor:
+    """[s, b, z + x + B + C + dt] BF16 -> scan(silu(convolution(x, B, C)), softplus(dt + dt_bias)) * silu(z), BF16."""
+    z, xbc, dt = projected.float().split(weights.split_sizes, dim=-1)
+    xbc = F.silu(causal_convolution(xbc, weights.conv_weight, weights.conv_bias))
+    x, B, C = xbc.split(weights.convolved_sizes, dim=-1)
+    y = chunked_scan(
+        x.unflatten(-1, (-1, weights.head_dim)),
+        F.softplus(dt + weights.dt_bias),
+        -weights.A_log.exp(),
+        B.unflatten(-1, (weights.num_groups, -1)),
+        C.unflatten(-1, (weights.num_groups, -1)),
+        weights.D,
+        weights.chunk_size,
+    )
+    return (y.flatten(2) * F.silu(z)).to(ACTIVATION_DTYPE)
+
+
+def mark_partitioned(parameter: nn.Parameter, parts: list[int] | None = None) -> None:
+    """Tell Megatron that tensor-parallel ranks split dimension 0, part by part where a parameter packs several."""
+    attributes = {"tensor_model_parallel": True, "partition_dim": 0}
+    for name, value in (attributes | ({"partition_sizes": parts} if parts else {})).items():
+        setattr(parameter, name, value)
 
 
 class Mamba2Mixer(MambaMixer):
     """in_proj, causal convolution, scan, gate, group norm, out_proj. In and out: [s, b, hidden], BF16.
 
-    Megatron's own constructor refuses to run without mamba-ssm and allocates on CUDA, so parameters are made here under the
-    same names, shapes and sharding attributes; `forward` and the sharded state are Megatron's.
+    Megatron's own constructor refuses to run without mamba-ssm and allocates on CUDA, so parameters are made here under
+    the same names, shapes and sharding attributes; `forward` and the sharded state are Megatron's.
     """
 
     def __init__(
@@ -137,9 +162,8 @@ class Mamba2Mixer(MambaMixer):
             name=f"{prefix}in_proj",
         )
         group_width = self.ngroups_local_tp * self.d_state
-        self.in_proj.weight.partition_sizes = [
-            *(self.d_inner_local_tp, self.d_inner_local_tp, group_width, group_width, self.nheads_local_tp)
-        ]
+        inner = self.d_inner_local_tp
+        self.in_proj.weight.partition_sizes = [inner, inner, group_width, group_width, self.nheads_local_tp]
         self.out_proj = build_module(
             submodules.out_proj,
             self.d_inner,
@@ -161,7 +185,8 @@ class Mamba2Mixer(MambaMixer):
         self.d_state, self.headdim = config.mamba_state_dim, config.mamba_head_dim
         self.nheads, self.ngroups = config.mamba_num_heads, config.mamba_num_groups
         self.d_inner = self.nheads * self.headdim
-        assert self.nheads % ranks == 0 and self.ngroups % ranks == 0 and self.nheads % self.ngroups == 0
+        assert self.nheads % ranks == 0, f"{self.nheads} heads over {ranks} ranks"
+        assert self.ngroups % ranks == 0, f"{self.ngroups} groups over {ranks} ranks"
         self.nheads_local_tp, self.ngroups_local_tp = self.nheads // ranks, self.ngroups // ranks
         self.d_inner_local_tp = self.d_inner // ranks
 
@@ -171,16 +196,16 @@ class Mamba2Mixer(MambaMixer):
         channels, device = self.d_inner_local_tp + 2 * group_width, parameter_device(config)
 
         def parameter(*shape: int) -> nn.Parameter:
-            made = nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))
-            made.tensor_model_parallel, made.partition_dim = True, 0
-            return made
+            return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))
 
         self.conv1d_weight, self.conv1d_bias = parameter(channels, 1, self.d_conv), parameter(channels)
-        for convolution in (self.conv1d_weight, self.conv1d_bias):
-            convolution.partition_sizes = [self.d_inner_local_tp, group_width, group_width]
         self.dt_bias, self.A_log, self.D = (parameter(self.nheads_local_tp) for _ in range(3))
         self.norm = GroupRMSNorm(config, self.d_inner_local_tp, self.d_inner // self.ngroups, self.tp_group)
-        self.norm.weight.tensor_model_parallel, self.norm.weight.partition_dim = True, 0
+        parts = [self.d_inner_local_tp, group_width, group_width]
+        for convolution in (self.conv1d_weight, self.conv1d_bias):
+            mark_partitioned(convolution, parts)
+        for vector in (self.dt_bias, self.A_log, self.D, self.norm.weight):
+            mark_partitioned(vector)
 
     def _context_parallel(self) -> MambaContextParallel:
         """Megatron's exchange of sequence pieces for heads, with each rank's slices of the parameters."""

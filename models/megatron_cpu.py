@@ -1,7 +1,7 @@
 """What Megatron-Core asks of a CUDA device, answered on a machine without one.
 
-Nothing here changes where CUDA exists. On a CPU, three things stand in for the device: a random-state tracker that keeps
-CPU generator states, and, only inside `megatron_device()`, a few `torch.cuda` queries and the device name `cuda`.
+Nothing here changes where CUDA exists. On a CPU, a random-state tracker that keeps CPU generator states stands in for
+Megatron's, and, only inside `megatron_device()`, a few queries about the device are answered.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def megatron_device() -> Iterator[None]:
-    """Context for every Megatron call that assumes CUDA: building a model or an optimizer, schedules, steps, checkpoints.
+    """Context for every Megatron call that assumes CUDA: building, schedules, optimizer steps, checkpoints.
 
     Activation recompute runs inside it too: the device's random state is empty there, and the CPU generator and the
     tracker are saved and restored by Megatron itself. Does nothing where CUDA exists; may be nested.
@@ -59,12 +59,12 @@ def megatron_device() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    queries = {
+    queries: dict[str, Any] = {
         "current_device": lambda: CPU,
         "current_stream": lambda *_: _NullStream(),
         "synchronize": lambda *_: None,
     }
-    random_state = {
+    random_state: dict[str, Any] = {
         "_get_cuda_rng_state": lambda *_, **__: torch.empty(0, dtype=torch.uint8),
         "_set_cuda_rng_state": lambda *_, **__: None,
     }
@@ -101,7 +101,7 @@ class CpuRngStatesTracker(megatron_random.CudaRNGStatesTracker):
 
 
 def install_cpu_rng() -> None:
-    """Put the CPU tracker in Megatron's place. Call before `model_parallel_cuda_manual_seed`; nothing where CUDA exists."""
+    """Put the CPU tracker in place, before `model_parallel_cuda_manual_seed`. Nothing where CUDA exists."""
     if torch.cuda.is_available():
         return
     megatron_random._CUDA_RNG_STATE_TRACKER = CpuRngStatesTracker()

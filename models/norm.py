@@ -42,7 +42,7 @@ class GroupRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32, device=parameter_device(config)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize [..., groups * group_size]; a context-parallel rank holds the first or a later run of the groups."""
+        """Normalize [..., groups * group_size], all groups of this tensor-parallel rank."""
         groups = x.float().unflatten(-1, (-1, self.group_size))
         return (F.rms_norm(groups, (self.group_size,), None, self.eps).flatten(-2) * self.weight).to(ACTIVATION_DTYPE)
 

@@ -1,0 +1,51 @@
+"""The causal depthwise convolution of a Mamba-2 mixer in plain torch: a sum of shifted products, time first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """y_t = bias + sum over k of weight[taps - 1 - k] * x_{t-k}, channel by channel; zero before the start.
+
+    Args:
+        x: [s, b, channels], FP32 or FP64 as everything else.
+        weight: [channels, 1, taps], the last tap for the present token.
+        bias: [channels].
+
+    Returns:
+        [s, b, channels].
+    """
+    return _CausalConvolution.apply(x, weight.squeeze(1), bias)
+
+
+class _CausalConvolution(torch.autograd.Function):
+    """Shifts are slices along time, so nothing is padded, copied or transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """[s, b, channels], [channels, taps], [channels] -> [s, b, channels]."""
+        ctx.save_for_backward(x, weight)
+        length, present = x.shape[0], weight.shape[1] - 1
+        y = torch.addcmul(bias, x, weight[:, present])
+        for delay in range(1, min(present + 1, length)):
+            y[delay:].addcmul_(x[: length - delay], weight[:, present - delay])
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of x, weight and bias."""
+        x, weight = ctx.saved_tensors
+        length, present = x.shape[0], weight.shape[1] - 1
+        dx, dweight = gradient * weight[:, present], torch.zeros_like(weight)
+        dweight[:, present] = (gradient * x).sum((0, 1))
+        for delay in range(1, min(present + 1, length)):
+            late = gradient[delay:]
+            dx[: length - delay].addcmul_(late, weight[:, present - delay])
+            dweight[:, present - delay] = (late * x[: length - delay]).sum((0, 1))
+        return dx, dweight, gradient.sum((0, 1))
