@@ -148,7 +148,7 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         lines.append("; ".join(departure["words"] for departure in report["departures"]))
     unused = [rule for rule in report["recipe_rules"] if not rule["decided"]]
     if unused:
-        lines.append(f"unused rules of the recipe: {len(unused)} of {len(report['recipe_rules'])} match nothing here")
+        lines.append(f"unused rules of the recipe: {len(unused)} of {len(report['recipe_rules'])} decide nothing here")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 import yaml
 
 from nvfp4_train.compose import compose_precision
+from nvfp4_train.precision.assignment import assign
 from nvfp4_train.precision.backends import NATIVE_SINCE, backend_support
 from nvfp4_train.precision.config import Operand, PrecisionError
 from nvfp4_train.precision.recipes import CONFIG_DIR, Gemms, list_recipes, standard_gemms
 from nvfp4_train.precision.validation import KNOBS
-from tests.precision.recipe_files import NAMES, operands, recipe
+from tests.precision.recipe_files import NAMES, operands, recipe, shapes
 
 
 def nv(rounding: str = "nearest", **more: object) -> Operand:
@@ -113,6 +115,21 @@ def test_every_recipe_has_a_page_that_speaks_of_it(name: str) -> None:
     assert f"`{name}`" in written
     for heading in ("## Needs", "## Use", "## Evidence", "## Known limits"):
         assert heading in written
+
+
+def commands() -> list[str]:
+    pages = sorted((CONFIG_DIR / "precision").glob("*.md"))
+    lines = [line.strip() for page in pages for line in page.read_text().splitlines()]
+    return [line for line in lines if line.startswith("python -m nvfp4_train.train")]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_of_the_pages_work(command: str) -> None:
+    words = shlex.split(command, comments=True)[3:]
+    name = next((word.removeprefix("precision=") for word in words if word.startswith("precision=")), "nvfp4")
+    overrides = [word.removeprefix("precision.") for word in words if word.startswith("precision.")]
+    assert len(overrides) + any(word.startswith("precision=") for word in words) == len(words)
+    assert assign(recipe(name, *overrides), shapes("M-M*-M-M*-"))
 
 
 @pytest.mark.parametrize("name", NAMES)
