@@ -6,6 +6,7 @@ recipe allows by `nvfp4_train.precision`.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from nvfp4_train.config import ConfigError, RunConfig
@@ -51,6 +52,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 def check_values(config: RunConfig) -> None:
     """Raises ConfigError for the first value that is out of its range or none of its choices."""
+    if not re.fullmatch(r"[\w.+-]+", config.name):
+        raise ConfigError(
+            f"name: becomes part of a folder's name; use letters, digits and . _ + -, not {config.name!r}."
+        )
     for key, least in AT_LEAST.items():
         value = value_at(config, key)
         if value is not None and value < least:

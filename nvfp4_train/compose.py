@@ -82,7 +82,7 @@ def _composed(texts: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_short(error)) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"A configuration file is no YAML: {error}") from error
+        raise ConfigError(f"A configuration file is no YAML: {' '.join(str(error).split())}") from error
     for key in AUTHORING_KEYS:
         mapping.pop(key, None)
     return mapping, choices

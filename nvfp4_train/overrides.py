@@ -75,12 +75,32 @@ def parse(texts: Sequence[str]) -> list[Override]:
         try:
             parsed.append(parser.parse_override(text))
         except HydraException as error:
+            quoted = _quoted(text)
+            if quoted is not None:
+                parsed.append(parser.parse_override(quoted))
+                continue
             reason = str(error).splitlines()[0]
             raise ConfigError(
                 f"{text}: cannot be read ({reason}). Quote values with spaces, commas or brackets, "
                 f"for example 'data.path=\"my file.txt\"'."
             ) from None
     return parsed
+
+
+def _quoted(text: str) -> str | None:
+    """`key='value'` for a key that holds text, such as a path with `~`, which Hydra's grammar can't read; else None."""
+    start, _, value = text.partition("=")
+    quote = next((mark for mark in "'\"" if mark not in value), None)
+    hint = key_types(RunConfig).get(start.lstrip("+"))
+    if quote is None or not _holds_text(hint) or value.startswith(("[", "{")) or value.endswith("\\"):
+        return None
+    return f"{start}={quote}{value}{quote}"
+
+
+def _holds_text(hint: Any) -> bool:
+    """Whether a key's type is text, or text or nothing."""
+    accepts = set(get_args(hint)) or {hint}
+    return str in accepts and not accepts & {int, float}
 
 
 def checked(texts: Sequence[str], groups: Groups) -> list[str]:
@@ -142,13 +162,7 @@ def _unknown(key: str, groups: Groups) -> ConfigError:
 def _as_typed(override: Override, hint: Any) -> str:
     """The value's text; what was typed for a text is kept as typed (`name=2024_01` is no number)."""
     text, value = override.get_value_string(), override.value()
-    accepts = set(get_args(hint)) or {hint}
-    if (
-        str in accepts
-        and not accepts & {int, float}
-        and isinstance(value, (int, float))
-        and not isinstance(value, bool)
-    ):
+    if _holds_text(hint) and isinstance(value, (int, float)) and not isinstance(value, bool):
         return f"'{text}'"
     return text
 
