@@ -49,9 +49,9 @@ def scale(loaded: Loaded, amax: Tensor, key: int) -> Scaled:
     divisor = torch.clamp(stored * s_dec, min=_SMALLEST)
     corrected = stored * _corrections(loaded, divisor)
     rows, columns = blocks.operand(stored).shape
-    dither = random_bytes(key, rows, columns, axis=blocks.axis, device=amax.device).float()
+    random = random_bytes(key, rows, columns, axis=blocks.axis, device=amax.device)
     corrected = torch.nan_to_num(corrected, nan=E4M3_MAX)
-    corrected = round_stochastic_(corrected, torch.empty_like(corrected), "e4m3", dither)
+    corrected = round_stochastic_(corrected, torch.empty_like(corrected), "e4m3", random)
     tensor = torch.where(finite, s_dec, float("nan"))
     return Scaled(divisor, corrected.to(torch.float8_e4m3fn), corrected, tensor, divide=True)
 

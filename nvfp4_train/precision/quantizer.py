@@ -213,7 +213,7 @@ class _Operand:
         part = self.loaded.out[rows]
         if self.bytes is None:
             return round_nearest_(part, torch.empty_like(part), self.element)
-        return round_stochastic_(part, torch.empty_like(part), self.element, self.bytes[rows].float())
+        return round_stochastic_(part, torch.empty_like(part), self.element, self.bytes[rows])
 
 
 def load(x: Tensor, spec: QuantSpec, axis: int, sign_key: int) -> tuple[Loaded, tuple[int, int]]:

@@ -147,24 +147,24 @@ def round_nearest_(scaled: Tensor, scratch: Tensor, element: str) -> Tensor:
     return torch.sub(scaled, scratch, alpha=magic, out=scaled)
 
 
-def round_stochastic_(scaled: Tensor, scratch: Tensor, element: str, dither: Tensor) -> Tensor:
-    """Round to a random neighbour of an element type, in place: trunc(|y| / d + (r + 1/2) / 256) * d, where d is the distance
-    between the neighbours; that is 'up when (r + 1/2) / 256 >= 1 - p'. Values beyond the largest become the largest.
+def round_stochastic_(scaled: Tensor, scratch: Tensor, element: str, random: Tensor) -> Tensor:
+    """Round to a random neighbour of an element type, in place: floor(|y| / d + (r + 1/2) / 256) * d with y's sign, where d is
+    the distance between the neighbours; that is 'up when (r + 1/2) / 256 >= 1 - p'.
 
     Args:
-        scaled: float32; NaN stays.
+        scaled: float32 y; values beyond the largest become the largest, NaN stays.
         scratch: float32 of the same shape.
         element: e2m1, e4m3 or e5m2.
-        dither: float32, the random bytes r of the same shape; overwritten.
+        random: uint8 r of the same shape.
     """
     limit, smallest, mantissa_bits = _GRIDS[element]
-    torch.clamp(scaled, -limit, limit, out=scaled)
-    torch.copysign(dither.add_(0.5), scaled, out=dither)
-    leading_power(scaled, smallest, scratch).mul_(2.0**-mantissa_bits)
-    scaled.div_(scratch)
-    torch.add(scaled, dither, alpha=1 / 256, out=scaled).trunc_()
-    # Rounding up from the largest value itself is impossible: there p is 0.
-    return scaled.mul_(scratch)
+    magnitude = torch.abs(scaled).clamp_(max=limit)
+    leading_power(magnitude, smallest, scratch).mul_(2.0**-mantissa_bits)
+    magnitude.div_(scratch)
+    dither = random.float().add_(0.5)
+    # In place of trunc of signed numbers, which PyTorch does not vectorize on a CPU.
+    torch.add(magnitude, dither, alpha=1 / 256, out=magnitude).floor_().mul_(scratch)
+    return torch.copysign(magnitude, scaled, out=scaled)
 
 
 def leading_power(values: Tensor, smallest: float, out: Tensor) -> Tensor:
