@@ -41,7 +41,7 @@ CONFIG, ENVIRONMENT, PRECISION, BRANCH, LOCK = (
 IDENTITY = ("model", "data", "optimizer", "schedule", "seed", "steps")
 FREE_WITHIN_IDENTITY = ("model.recompute", "model.kernels", "data.prepared", "data.workers")
 # Keys that differ by their nature between starts of one run, and texts that follow from other keys.
-UNSAID = ("run_dir", "resume", "precision.description", "precision.source", "precision.knobs")
+UNSAID = ("run_dir", "resume", "data.prepared", "precision.description", "precision.source", "precision.knobs")
 
 _locks: list[TextIO] = []
 
@@ -130,10 +130,22 @@ def _prepare(config: RunConfig, environment: dict[str, Any]) -> RunFolder:
         path = Path(config.run_dir)
         _claim(path)
     _lock(path)
-    folder = _continued(path, config) if has_begun(path) else _fresh_or_branch(path, config)
-    write_atomic(path / CONFIG, to_yaml(folder.config))
-    _write_environment(folder, environment)
+    try:
+        folder = _continued(path, config) if has_begun(path) else _fresh_or_branch(path, config)
+        write_atomic(path / CONFIG, to_yaml(folder.config))
+        _write_environment(folder, environment)
+    except (ConfigError, CheckpointError):
+        release_locks()
+        _remove_if_unused(path)
+        raise
     return folder
+
+
+def _remove_if_unused(path: Path) -> None:
+    """Takes away a folder that was made for a run which was then refused."""
+    if [entry.name for entry in path.iterdir()] == [LOCK]:
+        (path / LOCK).unlink()
+        path.rmdir()
 
 
 def _new_folder(parent: Path, name: str) -> Path:

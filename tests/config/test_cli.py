@@ -1,0 +1,228 @@
+"""The front door: exit codes, help, several runs, and what is refused there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data.config import DataError
+from models.config import ModelError
+from nvfp4_train import cli
+from nvfp4_train.checkpoint_files import CheckpointError
+from nvfp4_train.compose import compose
+from nvfp4_train.config import ConfigError, RunConfig
+from nvfp4_train.exits import ExitCode, guarded
+from nvfp4_train.precision.config import PrecisionError
+from nvfp4_train.schema import to_yaml
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*argv: str, command: str = "train") -> tuple[int, list[RunConfig]]:
+    seen: list[RunConfig] = []
+    return cli.run(seen.append, command, argv), seen
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    code, seen = run(*argv)
+    out, err = capsys.readouterr()
+    assert (code, seen, out) == (2, [], "")
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    return err
+
+
+def test_exit_codes_are_stable() -> None:
+    assert {code.name: int(code) for code in ExitCode} == {
+        "DONE": 0,
+        "INTERNAL": 1,
+        "MISTAKE": 2,
+        "GAP": 3,
+        "NON_FINITE": 4,
+        "INTERRUPTED": 75,
+    }
+
+
+def test_the_readme_table_holds_every_exit_code() -> None:
+    readme = (Path(cli.__file__).parent / "README.md").read_text()
+    for code in ExitCode:
+        assert f"| {int(code)} |" in readme
+
+
+@pytest.mark.parametrize("kind", [ConfigError, ModelError, DataError, PrecisionError, CheckpointError])
+def test_a_users_mistake_is_one_message(kind: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        raise kind("x is wrong: write y")
+
+    assert guarded(body) == ExitCode.MISTAKE
+    assert capsys.readouterr().err == "error: x is wrong: write y\n"
+
+
+def test_an_error_of_ours_has_a_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> None:
+        raise ValueError("surprise")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert guarded(body) == ExitCode.INTERNAL
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[-1].startswith("[rank 1 on ")
+    assert lines[-1].endswith("failed: ValueError: surprise")
+
+
+def test_exit_codes_of_bodies() -> None:
+    assert guarded(lambda: None) == 0
+    assert guarded(lambda: ExitCode.GAP) == 3
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    assert guarded(interrupted) == ExitCode.INTERRUPTED
+
+
+def test_the_body_gets_the_configuration(tmp_path: Path) -> None:
+    code, seen = run("steps=7", "precision=fp8_block", "run_dir=here")
+    assert code == 0
+    assert seen == [compose(["steps=7", "precision=fp8_block", "run_dir=here"])]
+    assert list(tmp_path.iterdir()) == [], "nothing of Hydra's is left behind"
+
+
+def test_cfg_job_prints_what_would_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    code, seen = run("steps=1e3", "--cfg", "job", "data.path=x.txt", "--resolve")
+    printed = capsys.readouterr().out
+    assert (code, seen) == (0, [])
+    assert printed == to_yaml(compose(["steps=1000", "data.path=x.txt"]))
+    assert yaml.safe_load(printed)["data"]["path"] == os.path.abspath("x.txt")
+
+
+def test_options_may_stand_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "schedule").mkdir(parents=True)
+    (tmp_path / "mine" / "schedule" / "short.yaml").write_text("warmup: 1\ndecay: 2\n")
+    code, seen = run("steps=9", "--config-dir", "mine", "schedule=short", "seed=4")
+    assert code == 0
+    assert (seen[0].schedule.warmup, seen[0].seed) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--local_rank=0"], ["--local_rank=0", "torchrun --nproc-per-node N -m nvfp4_train.train"]),
+        (["--local-rank=3", "steps=2"], ["torchrun"]),
+        (["--local_rank", "0"], ["torchrun"]),
+        (["--nproc_per_node=2"], ["torchrun"]),
+        (["--lr", "3"], ["--lr", "optimizer.lr=VALUE"]),
+        (["--steps=3"], ["--steps=3", "steps=3"]),
+        (["--zzz"], ["--zzz", "--help"]),
+        (["--cfg", "hydra"], ["--cfg job"]),
+        (["--cfg"], ["--cfg"]),
+        (["--config-dir", "nowhere"], ["nowhere", "no such folder"]),
+        (["steps"], ["key=value"]),
+        (["stepss=3"], ["Did you mean steps?"]),
+        (["data.path=${data.pth}"], ["data.path", "${data.pth}"]),
+        (["data.global_batch=10", "data.micro_batch=4"], ["10", "4", "8 or 12"]),
+        (["model.pattern=M-E"], ["'E'", "mixture-of-experts"]),
+        (["parallel.expert=2"], ["parallel.expert=2", "parallel.expert=1"]),
+        (["precision.bf16_blocks.first=6", "precision.bf16_blocks.last=6"], ["6 + 6", "10"]),
+        (["precision.phases=[{start: 900, forward: bf16}]"], ["precision.phases[0]", "900", "200"]),
+        (["schedule.warmup=150", "schedule.decay=100"], ["150", "100", "steps=200"]),
+        (["baseline=nowhere"], ["nowhere", "metrics.jsonl"]),
+        (["--multirun", "seed=1,2", "run_dir=same"], ["same", "share one folder"]),
+        (["--multirun", "seed=1,2", "stepss=3"], ["Did you mean steps?"]),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]) -> None:
+    message = refused(capsys, *argv)
+    for word in words:
+        assert word in message
+
+
+def test_multirun_under_torchrun_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, seen = run("--multirun", "seed=1,2")
+    assert (code, seen) == (2, [])
+    assert "for seed in 1 2; do torchrun" in capsys.readouterr().err
+
+
+def test_the_flags_of_plan() -> None:
+    assert cli.parse_arguments("plan", ["--json", "seed=2"]).flags == {"json"}
+    with pytest.raises(ConfigError, match="--json"):
+        cli.parse_arguments("train", ["--json"])
+
+
+@pytest.mark.parametrize("command", ["train", "prepare", "plan", "doctor", "compare", "evaluate"])
+def test_help_is_quick_and_needs_no_torch(command: str) -> None:
+    code = (
+        "import sys, runpy\n"
+        f"sys.argv = ['nvfp4_train.{command}', '--help']\n"
+        "try:\n"
+        f"    runpy.run_module('nvfp4_train.{command}', run_name='__main__')\n"
+        "finally:\n"
+        "    print([name for name in ('torch', 'megatron', 'wandb', 'datasets') if name in sys.modules])\n"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "[]"
+    assert time.perf_counter() - start < 10, "about a second on an idle machine"
+
+
+def test_help_names_groups_choices_and_keys() -> None:
+    text = cli.help_text("train")
+    for word in ("nemotron_nano_12b_v2", "fp8_block", "optimizer.lr=X", "--multirun", "--cfg job", "--config-dir"):
+        assert word in text
+
+
+def test_multirun_starts_a_process_for_each_run(tmp_path: Path) -> None:
+    """Two corpora from one text: each run is composed, started and reported on its own."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {number} of a text that is long enough" for number in range(200)))
+    (tmp_path / "more").mkdir()
+    for number in range(40):
+        (tmp_path / "more" / f"{number}.txt").write_text(text.read_text()[number:])
+    argv = ["--multirun", "data.path=more", "data.prepared=a,b", "data.validation_share=0.2"]
+    done = subprocess.run([sys.executable, "-m", "nvfp4_train.prepare", *argv], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "a").glob("more-*"))) == 1
+    assert len(list((tmp_path / "b").glob("more-*"))) == 1
+    for line in ("run 1 of 2: data.path=more data.prepared=a", "run 2 of 2: exit code 0"):
+        assert line in done.stderr
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b", "more", "text.txt"]
+
+
+def test_multirun_goes_on_after_a_failure_and_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.run(lambda config: None, "prepare", ["--multirun", "data.path=nowhere1,nowhere2"])
+    err = capsys.readouterr().err
+    assert code == ExitCode.MISTAKE
+    assert "run 1 of 2: exit code 2" in err
+    assert "run 2 of 2: exit code 2" in err
+
+
+def test_a_child_gets_the_signal_and_its_code_is_handed_on(tmp_path: Path) -> None:
+    child = (
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nprint(1, flush=True)\n"
+        "time.sleep(30)"
+    )
+    parent = (
+        f"import sys; from nvfp4_train.cli import _run_child; sys.exit(_run_child([sys.executable, '-c', {child!r}]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 75
+    process.stdout.close()

@@ -1,0 +1,101 @@
+"""What several values must agree on: one error with all sizes and the nearest legal values, before anything heavy."""
+
+from __future__ import annotations
+
+import pytest
+
+from nvfp4_train.compose import compose, replaced
+from nvfp4_train.config import ConfigError, RunConfig
+from nvfp4_train.layout import check_layout, check_run, check_supported, choose_backend, tokens_per_step
+from nvfp4_train.precision.config import PrecisionError
+
+
+@pytest.fixture(scope="module")
+def base() -> RunConfig:
+    return compose()
+
+
+def refused(config: RunConfig, world_size: int) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_layout(config, world_size)
+    return str(error.value)
+
+
+def test_a_world_that_the_split_does_not_divide(base: RunConfig) -> None:
+    message = refused(replaced(base, {"parallel.tensor": 4}), 6)
+    for word in (
+        "world size 6",
+        "tensor=4",
+        "pipeline=1",
+        "context=1",
+        "global_batch=16",
+        "4 or 8 processes",
+        "3 or 6",
+    ):
+        assert word in message
+
+
+def test_a_global_batch_that_does_not_divide(base: RunConfig) -> None:
+    sizes = {"data.global_batch": 10, "data.micro_batch": 4}
+    message = refused(replaced(base, sizes), 2)
+    for word in ("global_batch=10", "micro_batch=4", "data parallel 2", "4 * 2 = 8", "8 or 16", "micro_batch=1 or 5"):
+        assert word in message
+    assert "8 or 12" in refused(replaced(base, sizes), 1)
+    assert "data parallel 3" in refused(replaced(base, {"parallel.tensor": 2, **sizes}), 6)
+
+
+@pytest.mark.parametrize(
+    ("world", "tensor", "batch", "micro"), [(1, 1, 16, 8), (2, 1, 16, 8), (8, 4, 8, 4), (4, 4, 3, 3)]
+)
+def test_layouts_that_fit(base: RunConfig, world: int, tensor: int, batch: int, micro: int) -> None:
+    sizes = {"parallel.tensor": tensor, "data.global_batch": batch, "data.micro_batch": micro}
+    check_layout(replaced(base, sizes), world)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("parallel.tensor", 2),
+        ("parallel.sequence", True),
+        ("parallel.pipeline", 2),
+        ("parallel.virtual_pipeline", 2),
+        ("parallel.context", 2),
+        ("parallel.expert", 2),
+        ("parallel.distributed_optimizer", True),
+    ],
+)
+def test_layouts_that_are_not_there_yet_are_refused_by_name(base: RunConfig, key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}={str(value).lower()}: not there yet.*Write {key}="):
+        check_run(replaced(base, {key: value}))
+
+
+def test_several_processes_are_not_there_yet(base: RunConfig) -> None:
+    with pytest.raises(ConfigError, match="world size 2: not there yet"):
+        check_supported(base.parallel, 2)
+
+
+def test_a_run_that_can_be_trained(base: RunConfig) -> None:
+    check_run(base)
+    assert tokens_per_step(base) == base.data.global_batch * base.data.sequence_length
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0)])
+def test_a_recipe_that_cannot_run_natively_names_both_capabilities(
+    base: RunConfig, capability: tuple[int, int] | None
+) -> None:
+    native = replaced(base, {"precision.backend": "native"}).precision
+    with pytest.raises(PrecisionError) as error:
+        choose_backend(native, capability)
+    message = str(error.value)
+    here = "no CUDA device" if capability is None else f"{capability[0]}.{capability[1]}"
+    for word in ("nvfp4", "compute capability 10.0", here, "precision.backend=emulated"):
+        assert word in message
+
+
+def test_native_kernels_that_are_not_there_yet_are_no_silent_emulation(base: RunConfig) -> None:
+    native = replaced(base, {"precision.backend": "native"}).precision
+    with pytest.raises(PrecisionError, match="not there yet"):
+        choose_backend(native, (10, 0))
+    for backend in ("auto", "emulated"):
+        line = choose_backend(replaced(base, {"precision.backend": backend}).precision, (10, 0))
+        assert "emulated" in line
