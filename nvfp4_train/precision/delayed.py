@@ -53,8 +53,7 @@ class AmaxHistories:
             reduce(self._step)
         rows = torch.tensor(sorted(self._recorded), device=self._step.device)
         self._history[rows] = torch.cat([self._step[rows, None], self._history[rows, :-1]], dim=1)
-        self._step.zero_()
-        self._recorded.clear()
+        self.drop_step()
         self._largest.copy_(self._history.amax(dim=1))
 
     def drop_step(self) -> None:

@@ -36,7 +36,7 @@ class Call(NamedTuple):
     """One forward pass of a micro-batch; kept for its backward pass.
 
     Attributes:
-        step: optimizer step, counted from 1; None in evaluation.
+        step: as `begin_step` was told; None in evaluation.
         microbatch: counted from 0 over the step's whole global batch; None in evaluation.
         passes: which of the recipe's passes are in force.
         sampled: whether quantization health is measured on it.
@@ -95,7 +95,7 @@ class PrecisionRuntime:
     # ---- the run's course
 
     def begin_step(self, step: int, passes: Passes) -> None:
-        """A new optimizer step (counted from 1): its place in the random stream, the passes in force, fresh weights."""
+        """A new optimizer step: its place in the random stream, the passes in force, fresh weights."""
         self.observing = passes != self._observed_passes  # the first step of the process and of each phase
         if self.observing:
             self._observed_passes = passes
