@@ -1,0 +1,193 @@
+"""Saving and loading the whole state of a run with Megatron's sharded checkpoints: written whole or not at all.
+
+Loading runs no code: `checkpoint_files.damage` checks sums and index first, and what is not a tensor is read by torch's
+weights-only loader.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from models.megatron_cpu import megatron_device
+from nvfp4_train import checkpoint_files as files
+from nvfp4_train.checkpoint_files import CheckpointError, Header
+from nvfp4_train.distributed import World, gather
+from nvfp4_train.optimizer import load_moments
+from nvfp4_train.random_state import random_states, set_random_states
+
+# Megatron passes the writer's results through a queue that it makes with a spawned process: 3 s at the first save, a
+# child that signals reach. A synchronous save stays in one process, where an ordinary queue does.
+filesystem_async._results_queue = queue.Queue()
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint holds. `runtime` has `state_dict` and `load_state_dict` of tensors by global linear name."""
+
+    model: Any
+    optimizer: Any
+    runtime: Any
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A finished save: its folder, bytes on disk and seconds."""
+
+    path: Path
+    bytes: int
+    seconds: float
+
+
+def save(root: Path, state: TrainingState, header: Header, keep: int, world: World) -> Saved:
+    """Write one checkpoint under `root`, move `latest` to it, then drop the oldest beyond `keep`.
+
+    Raises:
+        CheckpointError: not enough room (path, needed and free bytes). What was written is removed; older ones stay.
+    """
+    start = time.perf_counter()
+    final = files.step_folder(root, header.step)
+    temporary = final.with_name(final.name + files.TEMPORARY)
+    content = _content(state, world, loading=False)
+    needed = sum(gather(_bytes_of(content), world))
+
+    def prepare() -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        files.remove_temporary(root)
+        files.check_room(root, needed)
+        temporary.mkdir()
+
+    def finish() -> None:
+        files.publish(temporary, final, header)
+        files.drop_old(root, keep)
+
+    on_main(world, prepare)
+    try:
+        with megatron_device():
+            dist_checkpointing.save(content, str(temporary))
+        on_main(world, finish)
+    except Exception as error:
+        free = shutil.disk_usage(
+            root
+        ).free  # before the partial one goes: Megatron does not hand on the system's reason
+        if world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if files.out_of_space(error) or free < needed // 100:
+            raise files.no_room(root, needed, free) from None
+        raise
+    return Saved(final, sum(file.stat().st_size for file in final.iterdir()), time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Attributes: header: of the checkpoint; new_histories: tensors without an amax history in it, which start anew."""
+
+    header: Header
+    new_histories: list[str]
+
+
+def load(path: Path, state: TrainingState, world: World) -> Loaded:
+    """Put the whole state of the checkpoint at `path` into `state` and the random generators.
+
+    `path` must be whole (`checkpoint_files.damage`). The recipe may be another one: histories are taken where both have
+    them. Random states are per rank, and another number of ranks keeps its own.
+
+    Raises:
+        CheckpointError: a weight or a moment is missing, is one too many, or has another shape.
+    """
+    header = files.read_header(path)
+    wanted = _content(state, world, loading=True)
+    same_world = header.world == world.size
+    if same_world:
+        wanted["random_states"] = ShardedObject("random_states", None, (world.size,), (world.rank,))
+    loaded = _load(path, wanted, strict="raise_all" if same_world else "raise_unexpected")
+    with megatron_device():
+        state.model.load_state_dict(loaded["model"])
+    load_moments(state.optimizer, loaded["optimizer"])
+    new_histories = state.runtime.load_state_dict(loaded["precision"])
+    if same_world:
+        set_random_states(loaded["random_states"])
+    return Loaded(header, new_histories)
+
+
+def load_weights(path: Path, model: Any) -> Header:
+    """Put the weights alone of the whole checkpoint at `path` into `model`; see `load`."""
+    with megatron_device():
+        wanted = {"model": model.sharded_state_dict()}
+        model.load_state_dict(_load(path, wanted, strict="raise_unexpected")["model"])
+    return files.read_header(path)
+
+
+def _load(path: Path, wanted: dict[str, Any], strict: str) -> dict[str, Any]:
+    try:
+        with megatron_device(), _weights_only():
+            return dist_checkpointing.load(wanted, str(path), strict=strict)
+    except (CheckpointingException, KeyError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} does not fit this model and optimizer: {' '.join(str(error).split())}"
+        ) from None
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """torch.load refuses everything but tensors and plain values, also where a library asks it not to."""
+    variable = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    former = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        yield
+    finally:
+        if former is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = former
+
+
+def _content(state: TrainingState, world: World, loading: bool) -> dict[str, Any]:
+    """The sharded state that Megatron saves, or fills when loading."""
+    with megatron_device():
+        model = state.model.sharded_state_dict()
+        content = {"model": model, "optimizer": state.optimizer.sharded_state_dict(model, is_loading=loading)}
+    if not loading:
+        histories: dict[
+            str, Any
+        ] = {}  # equal on all tensor-parallel ranks; pipeline stages each have their own linears
+        for part in gather(state.runtime.state_dict(), world):
+            histories.update(part)
+        states = ShardedObject("random_states", random_states(), (world.size,), (world.rank,))
+        content |= {"precision": histories, "random_states": states}
+    return content
+
+
+def _bytes_of(content: dict[str, Any]) -> int:
+    """Bytes of the tensors that this rank writes, and a little for the rest."""
+    tensors = [item for item in nested_values(content) if isinstance(item, ShardedTensor)]
+    mine = [tensor.data for tensor in tensors if is_main_replica(tensor.replica_id)]
+    return sum(data.numel() * data.element_size() for data in mine) + 2**20
+
+
+def on_main(world: World, action: Callable[[], None]) -> None:
+    """Run `action` on the main rank; where it fails there, every rank raises."""
+    failure: Exception | None = None
+    if world.is_main:
+        try:
+            action()
+        except Exception as error:
+            failure = error
+    failure = gather(failure, world)[0]
+    if failure is not None:
+        raise failure

@@ -1,0 +1,250 @@
+"""The files of a checkpoint folder: which are there, whether they are whole, how a new one takes its place. No torch.
+
+checkpoints/
+    latest                  name of the newest finished checkpoint; moves last
+    step-00000100/
+        checkpoint.json     what it is of: `Header`
+        integrity.json      SHA-256 sums of all the other files
+        .metadata           torch's index of tensors
+        *.distcp            tensors
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+FORMAT = 1
+HEADER, LATEST, SUMS, INDEX = "checkpoint.json", "latest", "integrity.json", ".metadata"
+PREFIX, TEMPORARY = "step-", ".tmp"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged, of another model, or can't be written: says which, and the way out."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a checkpoint says about itself in `checkpoint.json`.
+
+    Attributes:
+        step, samples, tokens: what the run had done and consumed, validation aside.
+        skipped: how many of the last steps in a row were skipped.
+        precision: name of the recipe in use.
+        environment: device, compute capability, backend and versions, compared on load.
+        world: ranks that wrote it.
+        format: of the whole folder.
+    """
+
+    step: int
+    samples: int
+    tokens: int
+    skipped: int
+    precision: str
+    environment: dict[str, str]
+    world: int
+    format: int = FORMAT
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """`root/step-00000100`."""
+    return root / f"{PREFIX}{step:08d}"
+
+
+def saved_steps(root: Path) -> list[int]:
+    """Steps that have a folder under `root`, oldest first."""
+    names = [path.name.removeprefix(PREFIX) for path in root.glob(f"{PREFIX}*") if path.is_dir()]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def candidates(root: Path) -> list[Path]:
+    """Checkpoints newest first, none newer than `latest`: what it does not name was never finished."""
+    steps = saved_steps(root)
+    pointer = root / LATEST
+    if pointer.exists():
+        name = pointer.read_text().strip().removeprefix(PREFIX)
+        if name.isdigit():
+            steps = [step for step in steps if step <= int(name)]
+    return [step_folder(root, step) for step in reversed(steps)]
+
+
+def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint under `root`, and what is wrong with each newer one; (None, []) where there is none.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    problems: list[str] = []
+    for path in candidates(root):
+        problem = damage(path)
+        if problem is None:
+            return path, problems
+        problems.append(f"{path}: {problem}")
+    if problems:
+        raise CheckpointError(
+            "no whole checkpoint is left: "
+            + "; ".join(problems)
+            + ". Restore a copy, or train again in another run_dir"
+        )
+    return None, []
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the checkpoint at `path`, naming the file, or None where all is as it was written."""
+    try:
+        sums = json.loads((path / SUMS).read_text())["files"]
+        for name in (HEADER, INDEX):
+            if name not in sums:
+                return f"{SUMS} does not list {name}"
+        for name, expected in sums.items():
+            with open(path / name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                    return f"{name} is damaged: its SHA-256 sum is not the one in {SUMS}"
+        with open(path / INDEX, "rb") as file:
+            _IndexUnpickler(file).load()
+        read_header(path)
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def read_header(path: Path) -> Header:
+    """The header of the checkpoint at `path`.
+
+    Raises:
+        CheckpointError: it is of another format.
+    """
+    fields = json.loads((path / HEADER).read_text())
+    if fields.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {fields.get('format')}, and this version reads format {FORMAT}: "
+            "continue it with the version of nvfp4_train that wrote it"
+        )
+    return Header(**fields)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads torch's index and refuses every name but the records it is made of; torch may unpickle it afterwards."""
+
+    _RECORDS: ClassVar = {
+        "torch": {
+            "Size",
+            "float64",
+            "float32",
+            "bfloat16",
+            "float16",
+            "int64",
+            "int32",
+            "int16",
+            "int8",
+            "uint8",
+            "bool",
+        },
+        "torch.serialization": {"_get_layout"},
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+        "torch.distributed.checkpoint.metadata": {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        },
+        "torch.distributed.checkpoint.planner": {
+            "BytesIOWriteData",
+            "SavePlan",
+            "TensorWriteData",
+            "WriteItem",
+            "WriteItemType",
+        },
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in self._RECORDS.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{INDEX} refers to {module}.{name}, which no checkpoint needs; it was not loaded")
+
+
+def publish(temporary: Path, final: Path, header: Header) -> None:
+    """Make the tensors written in `temporary` the checkpoint `final`, and `latest` its name.
+
+    Header, sums, flush, rename, `latest`: in this order, a crash at any point leaves the one before it in charge.
+    """
+    (temporary / HEADER).write_text(json.dumps(asdict(header), indent=1) + "\n")
+    sums = {file.name: _sum(file) for file in sorted(temporary.iterdir())}
+    (temporary / SUMS).write_text(json.dumps({"algorithm": "sha256", "files": sums}, indent=1) + "\n")
+    for file in temporary.iterdir():
+        _flush(file)
+    _flush(temporary)
+    if final.exists():  # a damaged one that the resumed run has come to again
+        shutil.rmtree(final)
+    os.rename(temporary, final)
+    _flush(final.parent)
+    pointer = final.with_name(LATEST)
+    new_pointer = pointer.with_name(LATEST + TEMPORARY)
+    new_pointer.write_text(final.name + "\n")
+    _flush(new_pointer)
+    os.replace(new_pointer, pointer)
+    _flush(final.parent)
+
+
+def _sum(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_temporary(root: Path) -> None:
+    """Remove what a crash left unfinished under `root`."""
+    for left in root.glob(f"{PREFIX}*{TEMPORARY}"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def drop_old(root: Path, keep: int) -> None:
+    """Remove the oldest checkpoints beyond the newest `keep`; 0 keeps all."""
+    if keep > 0:
+        for step in saved_steps(root)[:-keep]:
+            shutil.rmtree(step_folder(root, step))
+
+
+def check_room(root: Path, needed: int) -> None:
+    """Raise CheckpointError where fewer than `needed` bytes are free under `root`."""
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise no_room(root, needed, free)
+
+
+def no_room(root: Path, needed: int, free: int) -> CheckpointError:
+    """The error of a full disk: path, needed and free bytes, and what to do."""
+    return CheckpointError(
+        f"no room for a checkpoint in {root}: {needed:,} bytes are needed and {free:,} are free. The checkpoints "
+        "before it are whole. Free some space, keep fewer (checkpoint.keep) or save less often (checkpoint.every). "
+        "Then run the same command again"
+    )
+
+
+def out_of_space(error: BaseException | None) -> bool:
+    """True where `error`, or what caused it, is the system's 'no space left' or 'quota exceeded'."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

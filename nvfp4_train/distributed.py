@@ -1,0 +1,149 @@
+"""Process groups: torchrun's world, or a world of one without it; and the few collectives the trainer speaks in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvfp4_train.config import ConfigError, ParallelConfig
+
+with warnings.catch_warnings():  # one line for each optional library that is not installed, from several modules
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state, tensor_parallel
+
+from models.megatron_cpu import install_cpu_rng
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands.
+
+    Attributes:
+        rank, size: of the whole world.
+        device: what this rank computes on.
+        data_rank, data_size: its place among the ranks that read different batches.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    data_rank: int
+    data_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """True for the one rank that prints, logs and writes the run folder."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_groups(parallel: ParallelConfig, seed: int) -> Iterator[World]:
+    """Start the process groups and Megatron's parallel state, and end them with the block.
+
+    Under torchrun (`RANK` and `WORLD_SIZE` set) joins its world; otherwise this process is a world of one and needs no
+    network. Groups that already stand are used and left standing.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    ours = not dist.is_initialized()
+    if ours:
+        backend = "nccl" if cuda else "gloo"
+        if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tensor,
+                pipeline_model_parallel_size=parallel.pipeline,
+                virtual_pipeline_model_parallel_size=parallel.virtual_pipeline
+                if parallel.virtual_pipeline > 1
+                else None,
+                context_parallel_size=parallel.context,
+                expert_model_parallel_size=parallel.expert,
+            )
+        if not cuda:
+            install_cpu_rng()
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        yield World(
+            dist.get_rank(),
+            dist.get_world_size(),
+            device,
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
+    finally:
+        if ours:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def any_rank(flag: bool, world: World) -> bool:
+    """True on every rank when `flag` is true on one."""
+    if world.size == 1:
+        return flag
+    agreed = torch.tensor(int(flag), device=world.device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    return bool(agreed.item())
+
+
+def gather(item: Any, world: World) -> list[Any]:
+    """`item` of every rank, in the order of ranks, on every rank."""
+    if world.size == 1:
+        return [item]
+    items: list[Any] = [None] * world.size
+    dist.all_gather_object(items, item)
+    return items
+
+
+def gather_data_parallel(item: Any, world: World) -> list[Any]:
+    """`item` of every data-parallel rank, in their order."""
+    if world.data_size == 1:
+        return [item]
+    items: list[Any] = [None] * world.data_size
+    dist.all_gather_object(items, item, group=parallel_state.get_data_parallel_group())
+    return items
+
+
+def check_same(settings: Mapping[str, Any], world: World) -> None:
+    """Refuse to start when a rank has other settings than rank 0: one silent difference spoils a whole run.
+
+    Args:
+        settings: flat or nested JSON values: the configuration, versions and whatever else must be equal everywhere.
+
+    Raises:
+        ConfigError: names the rank and the keys.
+    """
+    mine = {
+        key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for key, value in flatten(settings)
+    }
+    everyone = gather(mine, world)
+    for rank, other in enumerate(everyone):
+        keys = sorted(key for key in {**everyone[0], **other} if everyone[0].get(key) != other.get(key))
+        if keys:
+            raise ConfigError(
+                f"rank {rank} was started with another value of {', '.join(keys)} than rank 0: "
+                "give every rank the same command line, versions and files"
+            )
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and leaf values of nested mappings, in order."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,122 @@
+"""Megatron's AdamW over FP32 parameters: they are the master weights; gradients and both moments are FP32 too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+
+from models.hybrid import no_weight_decay
+from models.megatron_cpu import megatron_device
+from nvfp4_train.config import OptimizerConfig, ParallelConfig
+
+
+def wrap_data_parallel(model: torch.nn.Module, parallel: ParallelConfig) -> DistributedDataParallel:
+    """`model` with one FP32 gradient buffer, reduced over data-parallel ranks at the end of a step."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.distributed_optimizer
+    )
+    with megatron_device():
+        return DistributedDataParallel(model.config, config, model)
+
+
+def build_optimizer(
+    config: OptimizerConfig, parallel: ParallelConfig, model: DistributedDataParallel
+) -> MegatronOptimizer:
+    """AdamW with decoupled weight decay for the parameters that take one.
+
+    Megatron's own clipping is off: `gradients` clips by a norm that is the same in every layout. The moments exist
+    from the start, so that a checkpoint holds them even before the first update.
+    """
+    spared = ParamKey(with_name_predicate=ParamWithNamePredicate(name="no_weight_decay", fn=_takes_no_decay))
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=0.0,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=0.0,
+        bf16=False,
+        fp16=False,
+        params_dtype=torch.float32,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+    )
+    with megatron_device():
+        optimizer = get_megatron_optimizer(settings, [model], {spared: ParamGroupOverride(wd_mult=0.0)})
+    for group in optimizer.param_groups:
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        del (
+            group["max_lr"],
+            group["min_lr"],
+        )  # of Megatron's schedule, not ours
+    _ensure_moments(optimizer)
+    return optimizer
+
+
+def _takes_no_decay(parameter: torch.nn.Parameter, name: str) -> bool:
+    return no_weight_decay(name.removeprefix("module."), parameter)
+
+
+def load_moments(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Take over moments and step counts of a saved `state`; rates, decays and betas stay as they are configured now."""
+    settings = [
+        {key: value for key, value in group.items() if key not in ("params", "step")}
+        for group in optimizer.param_groups
+    ]
+    with megatron_device():
+        optimizer.load_state_dict(state)
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update(kept)
+    _ensure_moments(optimizer)
+
+
+def _ensure_moments(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter that has no optimizer state yet zero moments and step 0, as AdamW's first step would."""
+    for inner in inner_optimizers(optimizer):
+        counts_in_state = isinstance(inner, torch.optim.AdamW)  # fused optimizers count in the group instead
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                state.setdefault("exp_avg", torch.zeros_like(parameter))
+                state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+                if counts_in_state:
+                    state.setdefault("step", torch.tensor(0.0))
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    """torch's optimizers inside Megatron's."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        yield part.optimizer
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
+    """One learning rate for all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def describe_groups(model: torch.nn.Module, weight_decay: float) -> str:
+    """One line: how many parameters decay, how many don't, and which kinds these are."""
+    decayed, spared, kinds = 0, 0, set()
+    for name, parameter in model.named_parameters():
+        if no_weight_decay(name, parameter):
+            spared += parameter.numel()
+            kinds.add(_kind(name))
+        else:
+            decayed += parameter.numel()
+    return f"weight decay {weight_decay:g} on {decayed:,} parameters, none on {spared:,} ({', '.join(sorted(kinds))})"
+
+
+def _kind(name: str) -> str:
+    """`norm` for any norm's weight, otherwise the last part of the name, such as `A_log`."""
+    parent, _, last = name.rpartition(".")
+    return "norm" if "norm" in parent else last

@@ -1,0 +1,107 @@
+"""What a run is made of before its first step: data, precision, model. Each says what it is, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+
+from data.corpus import check_vocabulary
+from data.loading import Datasets, build_datasets
+from data.prepare import prepare
+from models.hybrid import LinearClasses, build_model, describe_kernels, named_linears
+from models.shapes import count_parameters, flops_per_token, linear_shapes
+from nvfp4_train.config import RunConfig
+from nvfp4_train.distributed import World
+from nvfp4_train.layout import tokens_per_step
+from nvfp4_train.precision.assignment import LinearPrecision, assign
+from nvfp4_train.precision.linear import QuantizedColumnParallelLinear, QuantizedRowParallelLinear, attach
+from nvfp4_train.precision.phases import PassSchedule, resolve
+from nvfp4_train.precision.report import report, summary
+from nvfp4_train.precision.runtime import PrecisionRuntime
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """A model whose linears know their precision.
+
+    Attributes:
+        model: this rank's share, with its initial weights; FP32 parameters.
+        runtime: what its linears share.
+        assignments: what was decided for every linear of the whole model.
+        passes: which passes run in the recipe at which step.
+        report: the precision report, for `precision.json`.
+    """
+
+    model: Any
+    runtime: PrecisionRuntime
+    assignments: tuple[LinearPrecision, ...]
+    passes: PassSchedule
+    report: dict[str, Any]
+
+
+def open_datasets(config: RunConfig, say: Say, *, step: int = 0, samples: int = 0) -> Datasets:
+    """The run's corpus, prepared where it is new, checked against the vocabulary.
+
+    The order of training samples hangs on their number, which is the same at every resume.
+
+    Args:
+        step, samples: done and consumed before; `samples` differs from step * global_batch in a branch alone.
+    """
+    corpus = prepare(config.data, say=say)
+    check_vocabulary(corpus, config.model.vocab_size)
+    datasets = build_datasets(
+        corpus,
+        config.data,
+        seed=config.seed,
+        train_samples=samples + max(1, config.steps - step) * config.data.global_batch,
+        validation_samples=config.evaluation.sequences,
+    )
+    for line in datasets.describe():
+        say(line)
+    return datasets
+
+
+def build_quantized_model(config: RunConfig, world: World, say: Say) -> QuantizedModel:
+    """The model of `config` in its precision, set to sum its loss over tokens and divide once, by the step's number."""
+    parallel = config.parallel
+    flops = flops_per_token(config.model, config.data.sequence_length).training
+    passes = resolve(config.precision.phases, config.steps, tokens_per_step(config))
+    assignments = assign(config.precision, linear_shapes(config.model), parallel.tensor)
+    runtime = PrecisionRuntime(
+        config.seed, fuse_wgrad=config.optimizer.fuse_wgrad, amax_history=config.precision.amax_history
+    )
+    model = build_model(
+        config.model,
+        LinearClasses(QuantizedColumnParallelLinear, QuantizedRowParallelLinear),
+        sequence_length=config.data.sequence_length,
+        seed=config.seed,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        sequence=parallel.sequence,
+        context=parallel.context,
+        device=world.device,
+    )
+    attach(named_linears(model), assignments, runtime)
+    model.config.calculate_per_token_loss = True
+    model.config.finalize_model_grads_func = finalize_model_grads
+    full_report = report(config.precision, assignments, flops, passes, "emulated")
+    say(f"model {config.model.pattern}: {count_parameters(config.model):,} parameters")
+    for line in (*describe_kernels(model), *summary(full_report)):
+        say(line)
+    return QuantizedModel(model, runtime, assignments, passes, full_report)
+
+
+def device_name(device: torch.device) -> str:
+    """`NVIDIA H200` or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Of a CUDA device, None for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -1,0 +1,323 @@
+"""One run: set up, resume, then step after step: batch, forward and backward, agreement, update, metrics, evaluation,
+checkpoint. Everything is handed on as arguments; the order of this file is the order of a run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice, repeat
+from pathlib import Path
+
+from data.loading import combine, sample_digest, train_batches
+from models.hybrid import global_name
+from models.megatron_cpu import megatron_device
+from models.shapes import flops_per_token
+from nvfp4_train import checkpoint
+from nvfp4_train.checkpoint_files import Header, read_header
+from nvfp4_train.config import RunConfig
+from nvfp4_train.console import Console
+from nvfp4_train.distributed import World, any_rank, check_same, gather, gather_data_parallel, process_groups
+from nvfp4_train.environment import environment, versions
+from nvfp4_train.evaluation import validation_metrics
+from nvfp4_train.exits import ExitCode
+from nvfp4_train.gradients import clip_gradients, first_bad_gradient, first_bad_output, first_bad_weight, gradient_norm
+from nvfp4_train.layout import choose_backend, tokens_per_step
+from nvfp4_train.metrics import Metrics, MetricsFile
+from nvfp4_train.optimizer import build_optimizer, describe_groups, set_learning_rate, wrap_data_parallel
+from nvfp4_train.passes import Batch, run_micro_batches
+from nvfp4_train.precision.phases import Passes
+from nvfp4_train.profiling import profiler
+from nvfp4_train.run_folder import RunFolder, prepare_run_folder, release_locks
+from nvfp4_train.schedule import build_schedule
+from nvfp4_train.schema import to_mapping
+from nvfp4_train.setup import build_quantized_model, compute_capability, device_name, open_datasets
+from nvfp4_train.signals import StopSignals
+from nvfp4_train.throughput import Throughput, peak_memory_gib
+from nvfp4_train.trackers import start_tracker
+
+
+def train(config: RunConfig) -> ExitCode:
+    """The run that `config` describes, from its beginning or from its last checkpoint.
+
+    Returns:
+        DONE, INTERRUPTED after a signal (saved), or NON_FINITE after too many skipped steps in a row (not saved).
+    """
+    with StopSignals() as signals, process_groups(config.parallel, config.seed) as world:
+        check_same({"config": to_mapping(config), "versions": versions()}, world)
+        console = Console(world.is_main, config.steps)
+        capability = compute_capability(world.device)
+        console.say(choose_backend(config.precision, capability))
+        surroundings = environment(device_name(world.device), world.size, capability)
+        try:
+            folder = prepare_run_folder(config, surroundings, world.is_main, lambda item: gather(item, world)[0])
+            console.say(folder.announcement())
+            return Trainer(folder, world, console).run(signals)
+        finally:
+            release_locks()
+
+
+class Trainer:
+    """A run that is set up: what it is made of, and where it stands.
+
+    Attributes:
+        step, samples, tokens: done and consumed so far, skipped steps included.
+        skipped: how many of the last steps in a row were skipped.
+        saved_step: the step of the last checkpoint, or where the run began.
+    """
+
+    def __init__(self, folder: RunFolder, world: World, console: Console) -> None:
+        self.folder, self.config, self.world, self.console = folder, folder.config, world, console
+        config, say = self.config, console.say
+        start = None if folder.checkpoint is None else read_header(folder.checkpoint)
+        self.step, self.samples, self.tokens, self.skipped = (
+            (0, 0, 0, 0) if start is None else (start.step, start.samples, start.tokens, start.skipped)
+        )
+        self.saved_step = self.step
+        self.datasets = open_datasets(config, say, step=self.step, samples=self.samples)
+
+        quantized = build_quantized_model(config, world, say)
+        if world.is_main:
+            folder.write_precision(quantized.report)
+        self.model, self.runtime = quantized.model, quantized.runtime
+        self.assignments, self.passes = quantized.assignments, quantized.passes
+        self.parallel_model = wrap_data_parallel(self.model, config.parallel)
+        self.optimizer = build_optimizer(config.optimizer, config.parallel, self.parallel_model)
+        say(describe_groups(self.model, config.optimizer.weight_decay))
+        per_step = tokens_per_step(config)
+        self.schedule = build_schedule(config.schedule, config.optimizer, config.steps, per_step)
+
+        flops = flops_per_token(config.model, config.data.sequence_length).training
+        self.throughput = Throughput(per_step, flops, world.size, device_name(world.device))
+        self.metrics = MetricsFile(folder.metrics)
+        if folder.checkpoint is not None:
+            self._load(folder.checkpoint)
+
+    def _load(self, path: Path) -> None:
+        """Everything of the checkpoint at `path`, with a line for what is not as it was."""
+        loaded = checkpoint.load(path, self._state(), self.world)
+        self.runtime.weights_changed()
+        if loaded.new_histories:
+            self.console.say(f"delayed scaling: {len(loaded.new_histories)} tensors start with an empty amax history")
+        before, now = loaded.header.environment, self._origin()
+        changed = [f"{key} {before.get(key)} there, {now[key]} here" for key in now if before.get(key) != now[key]]
+        if changed:
+            self.console.warn(f"{path.name} was written elsewhere, so last bits may differ: {'; '.join(changed)}")
+
+    def _state(self) -> checkpoint.TrainingState:
+        return checkpoint.TrainingState(self.model, self.optimizer, self.runtime)
+
+    def _origin(self) -> dict[str, str]:
+        """What numbers hang on besides the configuration: stored in a checkpoint, compared when it is loaded."""
+        capability = compute_capability(self.world.device)
+        return {
+            "device": device_name(self.world.device),
+            "compute capability": ".".join(map(str, capability)) if capability else "none",
+            "backend": "emulated",
+        }
+
+    # ---- the run
+
+    def run(self, signals: StopSignals) -> ExitCode:
+        """Steps until the end, `stop_after`, a signal, or too many skipped steps."""
+        config = self.config
+        if self.step >= config.steps:
+            self.console.say(f"this run is complete: {self.step} of {config.steps} steps")
+            return ExitCode.DONE
+        if self.world.is_main:
+            self.metrics.cut_after(self.step)
+        self.tracker = start_tracker(
+            config.logging, self.folder.path, config.name, to_mapping(config), self.world.is_main, self.console.say
+        )
+        code = ExitCode.INTERNAL
+        try:
+            signals.finish_steps = True
+            with self.console.running(self.step), profiler(config.debug.profile, self.folder.path) as profile_step:
+                code = self._loop(signals, profile_step)
+        finally:
+            self.metrics.close()
+            self.tracker.finish(code)
+        return code
+
+    def _loop(self, signals: StopSignals, profile_step: Callable[[], None]) -> ExitCode:
+        config = self.config
+        batches = self._global_batches()
+        while self.step < config.steps:
+            if any_rank(signals.received is not None, self.world):
+                return self._leave_interrupted()
+            if config.stop_after is not None and self.step >= config.stop_after:
+                self.console.say(f"stopped after step {self.step}, as asked; nothing was saved for it")
+                return ExitCode.DONE
+            metrics = self._train_step(batches)
+            profile_step()
+            if _due(config.evaluation.every, self.step, config.steps):
+                metrics |= self._evaluate()
+            if self.world.is_main:
+                self.metrics.write(metrics)
+            self.tracker.log(metrics)
+            self.console.step(metrics)
+            if self.skipped >= config.optimizer.max_skipped:
+                self.console.say(f"stopped at step {self.step}: {self.skipped} skipped in a row; none of them is saved")
+                return ExitCode.NON_FINITE
+            if _due(config.checkpoint.every, self.step, config.steps) and not self._save():
+                return ExitCode.NON_FINITE
+        return ExitCode.DONE
+
+    def _global_batches(self) -> Iterator[list[Batch]]:
+        """This rank's micro-batches of each step to come; with `debug.overfit` the first step's, again and again."""
+        data, overfit = self.config.data, self.config.debug.overfit
+        batches = train_batches(
+            self.datasets,
+            data,
+            consumed_samples=0 if overfit else self.samples,
+            data_rank=self.world.data_rank,
+            data_size=self.world.data_size,
+        )
+        count = data.global_batch // (data.micro_batch * self.world.data_size)
+        while step := list(islice(batches, count)):
+            yield from repeat(step) if overfit else [step]
+
+    def _train_step(self, batches: Iterator[list[Batch]]) -> Metrics:
+        """One optimizer step, or a skipped one; returns what there is to say about it."""
+        start = time.perf_counter()
+        config, runtime, step = self.config, self.runtime, self.step + 1
+        micro_batches = next(batches)
+        passes = self._passes_of(step)
+        runtime.sample_health = config.logging.health_every > 0 and step % config.logging.health_every == 0
+        runtime.begin_step(self.step, passes)
+        with megatron_device():
+            self.parallel_model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        loss = run_micro_batches(self.parallel_model, micro_batches, runtime, self.world, training=True).mean
+        if runtime.observing:
+            runtime.check_observed(self.assignments, passes)
+        norm, lr = gradient_norm(self.model), self.schedule.at(step)
+        skip = any_rank(not math.isfinite(loss) or not math.isfinite(norm), self.world)
+        runtime.end_step(skipped=skip)
+        if skip:
+            self._skip(step, loss, norm, micro_batches)
+        else:
+            self._update(norm, lr)
+        self.step, self.samples = step, self.samples + config.data.global_batch
+        self.tokens += self.throughput.tokens_per_step
+        return {
+            "step": step,
+            "tokens": self.tokens,
+            "train/loss": loss,
+            "optim/lr": lr,
+            "optim/grad_norm": norm,
+            **self.throughput.metrics(time.perf_counter() - start),
+            "memory/peak_gib": peak_memory_gib(),
+            "data/hash": self._hash(micro_batches),
+            **self._phase_marker(step, passes),
+            **(runtime.health.metrics() if runtime.sample_health else {}),
+        }
+
+    def _update(self, norm: float, lr: float) -> None:
+        """Clip, step, and tell the quantized weights that they are stale."""
+        clip_gradients(self.parallel_model, norm, self.config.optimizer.clip)
+        set_learning_rate(self.optimizer, lr)
+        with megatron_device():
+            self.optimizer.step()
+        self.runtime.weights_changed()
+        self.skipped = 0
+
+    def _skip(self, step: int, loss: float, norm: float, micro_batches: list[Batch]) -> None:
+        """Leave weights, moments and histories as they are, and say where the first bad number came from.
+
+        The step counts: its data is consumed and the learning rate moves on, so runs stay comparable at equal tokens.
+        """
+        self.skipped += 1
+        sources = gather(self._first_bad(loss, micro_batches), self.world)
+        rank, source = next(((rank, source) for rank, source in enumerate(sources) if source), (0, "not found"))
+        self.console.warn(
+            f"step {step} skipped ({self.skipped} of {self.config.optimizer.max_skipped} in a row): loss {loss:g}, "
+            f"gradient norm {norm:g}; first bad on rank {rank}: {source}"
+        )
+
+    def _first_bad(self, loss: float, micro_batches: list[Batch]) -> str | None:
+        """What turned bad first on this rank: a weight, an output of the forward pass, or a gradient."""
+
+        def forward() -> None:
+            with megatron_device(), self.runtime.evaluating():
+                for batch in micro_batches:
+                    tokens, labels = batch["tokens"].to(self.world.device), batch["labels"].to(self.world.device)
+                    self.model(tokens, labels=labels)
+
+        weight = first_bad_weight(self.model)
+        if weight is not None:
+            return f"weight {global_name(self.model, weight)}"
+        output = None if math.isfinite(loss) else first_bad_output(self.model, forward)
+        if output is not None:
+            return f"output of {global_name(self.model, output)}"
+        gradient = first_bad_gradient(self.model)
+        return None if gradient is None else f"gradient of {global_name(self.model, gradient)}"
+
+    def _passes_of(self, step: int) -> Passes:
+        """The passes in force, with a line where a phase begins, or where the run goes on within one."""
+        passes = self.passes.at(step)
+        begins = [stage for stage in self.passes.switches if stage.step == step]
+        if begins:
+            self.console.say(begins[0].text)
+        elif self.step == self.folder.step and passes != Passes():
+            self.console.say(f"precision at step {step}: {passes}")
+        return passes
+
+    def _phase_marker(self, step: int, passes: Passes) -> Metrics:
+        """Names of the passes, in the first line of each phase after the first."""
+        if not any(stage.step == step for stage in self.passes.switches):
+            return {}
+        return {"precision/forward": passes.forward, "precision/backward": passes.backward}
+
+    def _hash(self, micro_batches: list[Batch]) -> str:
+        """Hash of the global batch, the same in every layout: samples in the order of micro-batch, then rank."""
+        mine = [[sample_digest(sample) for sample in batch["tokens"]] for batch in micro_batches]
+        by_rank = gather_data_parallel(mine, self.world)
+        return combine(digest for ranks in zip(*by_rank, strict=True) for samples in ranks for digest in samples)
+
+    def _evaluate(self) -> Metrics:
+        start = time.perf_counter()
+        score = partial(
+            validation_metrics, self.parallel_model, self.datasets, self.config.data, self.runtime, self.world
+        )
+        found: Metrics = score() | (score(bf16=True) if self.config.evaluation.bf16 else {})
+        if found:
+            values = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
+            self.console.say(f"validation at step {self.step}: {values}  ({time.perf_counter() - start:.1f} s)")
+        return found
+
+    def _save(self) -> bool:
+        """A checkpoint of this step; False where the weights are not finite, which are never saved."""
+        bad = gather(first_bad_weight(self.model), self.world)
+        if any(bad):
+            rank, name = next((rank, name) for rank, name in enumerate(bad) if name)
+            self.console.warn(f"step {self.step} is not saved: weight {name} is not finite on rank {rank}")
+            return False
+        header = Header(
+            step=self.step,
+            samples=self.samples,
+            tokens=self.tokens,
+            skipped=self.skipped,
+            precision=self.config.precision.name,
+            environment=self._origin(),
+            world=self.world.size,
+        )
+        self.metrics.flush()
+        keep = self.config.checkpoint.keep
+        saved = checkpoint.save(self.folder.checkpoints, self._state(), header, keep, self.world)
+        self.saved_step = self.step
+        self.console.say(f"checkpoint {saved.path.name}: {saved.bytes / 1e6:.1f} MB in {saved.seconds:.2f} s")
+        return True
+
+    def _leave_interrupted(self) -> ExitCode:
+        if self.step != self.saved_step and not self._save():
+            return ExitCode.NON_FINITE
+        self.console.say(f"interrupted after step {self.step}, which is saved; the same command goes on from there")
+        return ExitCode.INTERRUPTED
+
+
+def _due(every: int, step: int, steps: int) -> bool:
+    """At every multiple of `every`, and at the last step; 0 is the last step alone."""
+    return step == steps or (every > 0 and step % every == 0)

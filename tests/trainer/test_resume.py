@@ -1,0 +1,125 @@
+"""A run that stops and goes on is bit for bit the run that did not stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+
+from nvfp4_train import trainer
+from nvfp4_train.checkpoint_files import saved_steps
+from nvfp4_train.config import RunConfig
+from nvfp4_train.exits import ExitCode
+from nvfp4_train.metrics import Metrics, read_metrics
+from nvfp4_train.trainer import train
+from tests.trainer.conftest import Make
+
+TIMED = ("time/step_s", "throughput/tokens_per_s", "memory/peak_gib")
+
+
+def lines(config: RunConfig) -> list[Metrics]:
+    """What a run logged, without what a clock or the machine says."""
+    assert config.run_dir is not None
+    found = read_metrics(Path(config.run_dir) / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if name not in TIMED} for line in found]
+
+
+def tensors(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
+    """Weights, moments, Adam's step and amax histories in a run's checkpoint."""
+    assert config.run_dir is not None
+    found = dist_checkpointing.load_plain_tensors(f"{config.run_dir}/checkpoints/step-{step:08d}")
+    histories, common = found.pop("precision"), found.pop("optimizer")
+    plain = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+    return plain | histories | {"step": common["state"]["common_step"]}
+
+
+def assert_same_run(one: RunConfig, other: RunConfig, steps: int = 4) -> None:
+    assert [line["step"] for line in lines(one)] == list(range(1, steps + 1))
+    assert lines(one) == lines(other)
+    first, second = tensors(one, steps), tensors(other, steps)
+    assert first.keys() == second.keys()
+    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in first)
+    for key, value in first.items():
+        assert torch.equal(value, second[key]), key
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block", "fp8_delayed", "nvfp4"])
+def test_stopped_between_checkpoints_and_resumed(
+    precision: str, make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, parts = make(precision, run="whole"), make(precision, run="parts")
+    assert train(whole) == ExitCode.DONE
+    assert train(make(precision, "stop_after=3", run="parts")) == ExitCode.DONE
+    assert [line["step"] for line in lines(parts)] == [1, 2, 3]
+    assert saved_steps(Path(str(parts.run_dir)) / "checkpoints") == [2]
+    capsys.readouterr()
+    assert train(parts) == ExitCode.DONE
+    assert "continues from step 2 of" in capsys.readouterr().out
+    assert_same_run(whole, parts)
+
+
+def test_losses_fall_and_differ_between_recipes(make: Make) -> None:
+    assert train(make("bf16", run="bf16")) == train(make("nvfp4", run="nvfp4")) == ExitCode.DONE
+    bf16, nvfp4 = lines(make(run="bf16")), lines(make(run="nvfp4"))
+    assert bf16[-1]["train/loss"] < bf16[0]["train/loss"] - 0.5
+    assert [line["data/hash"] for line in bf16] == [line["data/hash"] for line in nvfp4]
+    assert bf16[0]["train/loss"] == pytest.approx(nvfp4[0]["train/loss"], rel=0.01)
+    assert bf16[0]["train/loss"] != nvfp4[0]["train/loss"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_once_and_the_run_goes_on(
+    number: signal.Signals, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = make(run="whole"), make(run="parts")
+    assert train(whole) == ExitCode.DONE
+    with monkeypatch.context() as patch:
+        real = trainer.run_micro_batches
+
+        def signalled(*args, **kwargs):  # type: ignore[no-untyped-def]
+            if args[2].step == 2 and kwargs["training"]:
+                os.kill(os.getpid(), number)
+            return real(*args, **kwargs)
+
+        patch.setattr(trainer, "run_micro_batches", signalled)
+        assert train(parts) == ExitCode.INTERRUPTED
+    assert saved_steps(Path(str(parts.run_dir)) / "checkpoints") == [2, 3]
+    assert [line["step"] for line in lines(parts)] == [1, 2, 3]
+    assert train(parts) == ExitCode.DONE
+    assert_same_run(whole, parts)
+
+
+def test_a_run_that_is_complete_is_left_alone(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make("bf16", "steps=2")
+    assert train(config) == ExitCode.DONE
+    before = lines(config)
+    capsys.readouterr()
+    assert train(config) == ExitCode.DONE
+    assert "complete: 2 of 2 steps" in capsys.readouterr().out
+    assert lines(config) == before
+
+
+def test_evaluation_leaves_no_trace_in_training(make: Make) -> None:
+    often, never = make("fp8_delayed", "evaluation.every=1", run="often"), make("fp8_delayed", run="never")
+    assert train(often) == ExitCode.DONE
+    assert train(make("fp8_delayed", "evaluation.sequences=0", run="never")) == ExitCode.DONE
+    without = [{name: value for name, value in line.items() if not name.startswith("val/")} for line in lines(often)]
+    assert without == lines(never)
+    for key, value in tensors(often, 4).items():
+        assert torch.equal(value, tensors(never, 4)[key]), key
+
+
+def test_a_branch_goes_on_from_another_run(make: Make) -> None:
+    train(make("bf16", "stop_after=3", run="parent"))
+    source = make(run="parent").run_dir
+    branch = make("nvfp4", f"resume={source}", "optimizer.lr=1e-4", run="branch")
+    assert train(branch) == ExitCode.DONE
+    assert [line["step"] for line in lines(branch)] == [3, 4]
+    assert lines(branch)[0]["tokens"] == 3 * 4 * 64
+    assert [line["step"] for line in lines(make(run="parent"))] == [1, 2, 3]
+    assert train(make("bf16", run="parent")) == ExitCode.DONE
+    assert lines(make(run="parent"))[2]["data/hash"] == lines(branch)[0]["data/hash"]

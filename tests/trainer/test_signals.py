@@ -1,0 +1,41 @@
+"""The first signal asks, the second leaves at once; in set-up the first leaves in an orderly way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from nvfp4_train.exits import ExitCode
+from nvfp4_train.signals import StopSignals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_only_asks(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(number)
+    with StopSignals() as signals:
+        signals.finish_steps = True
+        assert signals.received is None
+        os.kill(os.getpid(), number)
+        assert signals.received == number.name
+    assert signal.getsignal(number) is before
+    assert number.name in capfd.readouterr().err
+
+
+def test_before_the_first_step_it_interrupts() -> None:
+    with StopSignals(), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_second_signal_leaves_at_once() -> None:
+    program = (
+        "import os, signal\nfrom nvfp4_train.signals import StopSignals\n"
+        "with StopSignals() as signals:\n    signals.finish_steps = True\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    os.kill(os.getpid(), signal.SIGINT)\n    print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == ExitCode.INTERRUPTED
+    assert "still here" not in done.stdout
