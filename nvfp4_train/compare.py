@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     from rich.console import Console
 
     from nvfp4_train.comparison.output import check_folder, write_files
-    from nvfp4_train.comparison.pictures import gap_picture, loss_picture
+    from nvfp4_train.comparison.pictures import gap_figure, loss_figure, png
     from nvfp4_train.comparison.report import html_report, remarks, terminal_table
     from nvfp4_train.comparison.result import compare
     from nvfp4_train.comparison.runs import open_groups
@@ -85,12 +85,12 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     check_folder(arguments.out)
     baseline, *groups = open_groups([arguments.baseline, *arguments.runs])
     comparison = compare(baseline, groups, unpaired=arguments.unpaired)
-    loss, gap = loss_picture(comparison), gap_picture(comparison)
+    loss, gap = png(loss_figure(comparison)), png(gap_figure(comparison))
     files = {
         "compare.json": (json.dumps(comparison.to_json(), indent=1, allow_nan=False) + "\n").encode(),
         "loss.png": loss,
         "gap.png": gap,
-        "report.html": html_report(comparison, [("Loss", loss), ("Gap", gap)]).encode(),
+        "report.html": html_report(comparison, {"Loss": loss, "Gap": gap}).encode(),
     }
     write_files(arguments.out, files)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)

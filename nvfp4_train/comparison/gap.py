@@ -79,9 +79,14 @@ def align(baseline: Curve, run: Curve) -> Aligned:
     return Aligned(grid, *(np.interp(grid, curve.tokens, curve.losses) for curve in (baseline, run)))
 
 
+def before_window(tokens: int) -> int:
+    """The tokens after which the last 10% of `tokens` begin."""
+    return tokens - round(WINDOW * tokens)
+
+
 def window_start(tokens: NDArray[np.int64]) -> int:
-    """Index of the first point in the last 10% of the tokens."""
-    return int(np.searchsorted(tokens, (1 - WINDOW) * float(tokens[-1]), side="right")) if len(tokens) > 1 else 0
+    """Index of the first point in the last 10% of the tokens. Needs at least one point."""
+    return int(np.searchsorted(tokens, before_window(int(tokens[-1])), side="right"))
 
 
 def window_gap(aligned: Aligned) -> Gap:
@@ -127,7 +132,7 @@ def seeds_gap(gaps: list[Gap]) -> Gap:
 
 
 def t_quantile(freedom: int) -> float:
-    """Student's t at 97.5%: exact at 1 and 2 degrees of freedom, above within .4% (Cornish and Fisher)."""
+    """Student's t at 97.5%: exact at 1 and 2 degrees of freedom, above within .8% (Cornish and Fisher)."""
     tail = 0.5 + CONFIDENCE / 2
     if freedom == 1:
         return math.tan(math.pi * (tail - 0.5))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nvfp4_train.comparison.gap import WINDOW
+from nvfp4_train.comparison.gap import before_window
 from nvfp4_train.comparison.pairing import config_reasons
 from nvfp4_train.comparison.runs import METRICS, Curve, open_run
 
@@ -70,6 +70,6 @@ class _Trailing:
         base = float(np.interp(tokens, known, self._baseline.losses))
         self._tokens.append(tokens)
         self._sums.append((self._sums[-1][0] + base, self._sums[-1][1] + loss))
-        start = bisect_right(self._tokens, (1 - WINDOW) * tokens)
+        start = bisect_right(self._tokens, before_window(tokens))
         base_sum, run_sum = (end - begin for begin, end in zip(self._sums[start], self._sums[-1], strict=True))
         return 100 * (run_sum - base_sum) / base_sum

@@ -1,4 +1,4 @@
-"""The pictures of a comparison, as PNG bytes: curves, gaps, and the heat map of quantization health.
+"""The pictures of a comparison: curves, gaps, and the heat map of quantization health.
 
 Figures are built as objects, without pyplot's global state. Colours are Okabe and Ito's, which colour-blind readers
 tell apart; the baseline is black.
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
-from nvfp4_train.comparison.gap import WINDOW, align, gap_curve
+from nvfp4_train.comparison.gap import WINDOW, align, before_window, gap_curve
 from nvfp4_train.comparison.match import smooth
 from nvfp4_train.comparison.quant import HeatMap
 from nvfp4_train.comparison.result import Comparison, RunResult
@@ -50,7 +50,13 @@ def _figure(title: str, y_label: str, width: float = 10, height: float = 5.6) ->
     return figure, axes
 
 
-def _png(figure: Figure) -> bytes:
+def _add_legend(figure: Figure) -> None:
+    """Below the axes, where it hides nothing."""
+    figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=9)
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as the content of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -62,7 +68,7 @@ def _thin(*columns: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     return tuple(column[::step] for column in columns)
 
 
-def loss_picture(comparison: Comparison) -> bytes:
+def loss_figure(comparison: Comparison) -> Figure:
     """Training loss over tokens: smoothed curves over raw values, validation as dots, final losses in the legend."""
     figure, axes = _figure(
         f"Training loss, smoothed; dots: validation; legend: mean over the last {WINDOW:.0%}", "loss (nats)"
@@ -92,12 +98,8 @@ def loss_picture(comparison: Comparison) -> bytes:
             draw(run, None if index else _loss_label(result), _style(number), runs_in_all <= 4)
     _set_range(axes, lows, highs)
     _mark_switches(axes, comparison)
-    _legend(axes)
-    return _png(figure)
-
-
-def _legend(axes: Axes) -> None:
-    axes.legend(fontsize=9, framealpha=0.85, edgecolor="none")
+    _add_legend(figure)
+    return figure
 
 
 def _loss_label(result: RunResult) -> str:
@@ -134,7 +136,7 @@ def _mark_switches(axes: Axes, comparison: Comparison) -> None:
         )  # fmt: skip
 
 
-def gap_picture(comparison: Comparison) -> bytes:
+def gap_figure(comparison: Comparison) -> Figure:
     """Relative gap over tokens: at each place that of the last 10% until there, with its band; dots are validation."""
     title = (
         f"Gap to {comparison.baseline.name}; each point: the last {WINDOW:.0%} of tokens until there; dots: validation"
@@ -159,15 +161,14 @@ def gap_picture(comparison: Comparison) -> bytes:
             if index == 0 and not single:
                 gap = result.train.gap
                 axes.errorbar(tokens[-1], gap.value, yerr=gap.half_width, color=style["color"], capsize=5, marker="s")
-            windows.add(((1 - WINDOW) * tokens[-1], tokens[-1]))
+            windows.add((before_window(int(tokens[-1])), tokens[-1]))
     for start, end in windows:
         axes.axvspan(start, end, color="#888888", alpha=0.12, linewidth=0, zorder=0)
     axes.axhline(0, color=BASELINE_COLOR, linewidth=1)
     _set_range(axes, lows, highs)
     _mark_switches(axes, comparison)
-    if windows:
-        _legend(axes)
-    return _png(figure)
+    _add_legend(figure)
+    return figure
 
 
 def _gap_columns(baseline: Curve, run: Curve) -> tuple[NDArray[np.float64], ...]:
@@ -194,7 +195,7 @@ def _gap_label(result: RunResult) -> str:
     return f"{result.name}: {gap.value:+.2f}{band} %" + ("" if result.paired else " (unpaired)")
 
 
-def heat_picture(heat: HeatMap) -> bytes:
+def heat_figure(heat: HeatMap) -> Figure:
     """Quantization health by block (across) and operand (down)."""
     rows, columns = heat.values.shape
     figure = Figure(figsize=(3.2 + 0.32 * columns, 1.6 + 0.27 * rows), dpi=130, layout="constrained")
@@ -209,4 +210,4 @@ def heat_picture(heat: HeatMap) -> bytes:
     axes.set_xlabel("block")
     axes.set_title(heat.title, loc="left", fontsize=10)
     figure.colorbar(image, ax=axes, shrink=0.9, label=heat.unit)
-    return _png(figure)
+    return figure

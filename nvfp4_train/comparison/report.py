@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from rich.table import Table
 
 from nvfp4_train.comparison.gap import CONFIDENCE, WINDOW
-from nvfp4_train.comparison.pictures import heat_picture
+from nvfp4_train.comparison.pictures import heat_figure, png
 from nvfp4_train.comparison.quant import heat_maps, tensors
 from nvfp4_train.comparison.result import Comparison, Measured, RunResult
 from nvfp4_train.comparison.runs import config_differences
@@ -83,14 +83,14 @@ td.text { text-align: left; font-family: monospace; overflow-wrap: anywhere; }
 """
 
 
-def html_report(comparison: Comparison, pictures: Sequence[tuple[str, bytes]]) -> str:
-    """The page. `pictures`: title and PNG of each; they are put into the page itself."""
+def html_report(comparison: Comparison, pictures: Mapping[str, bytes]) -> str:
+    """The page. `pictures`: PNG by title; they are put into the page itself."""
     sections = [
         f"<h1>{escape(', '.join(run.name for run in comparison.runs))} against {escape(comparison.baseline.name)}</h1>",
         _html_table(HEADINGS, table_rows(comparison)),
         f'<p class="note">{_explanation(comparison)}</p>',
         *(f"<p>{escape(line)}</p>" for line in remarks(comparison)),
-        *(f"<h2>{escape(title)}</h2>{_image(title, png)}" for title, png in pictures),
+        *(f"<h2>{escape(title)}</h2>{_image(title, content)}" for title, content in pictures.items()),
         *_coverage(comparison),
         *_differences(comparison),
         *_health(comparison),
@@ -126,8 +126,8 @@ def _html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], cell_cla
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
 
 
-def _image(title: str, png: bytes) -> str:
-    return f'<img alt="{escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+def _image(title: str, content: bytes) -> str:
+    return f'<img alt="{escape(title)}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
 
 
 def _first_runs(comparison: Comparison) -> list[Any]:
@@ -177,5 +177,5 @@ def _health(comparison: Comparison) -> list[str]:
     for run in _first_runs(comparison):
         for heat in heat_maps(tensors(run.quant)):
             title = f"{run.name}: {heat.title}"
-            sections.append(f"<h2>{escape(title)}</h2>{_image(title, heat_picture(heat))}")
+            sections.append(f"<h2>{escape(title)}</h2>{_image(title, png(heat_figure(heat)))}")
     return sections

@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from nvfp4_train.comparison.gap import CONFIDENCE, WINDOW, Aligned, Gap, align, seeds_gap, window_gap, window_start
+from nvfp4_train.comparison.gap import (
+    CONFIDENCE,
+    WINDOW,
+    Aligned,
+    Gap,
+    align,
+    before_window,
+    seeds_gap,
+    window_gap,
+    window_start,
+)
 from nvfp4_train.comparison.match import Match, tokens_to_match
 from nvfp4_train.comparison.pairing import pair_up, unpaired_reasons
 from nvfp4_train.comparison.runs import CompareError, Curve, Group, Run
@@ -184,7 +194,7 @@ def _measure_val(baseline: Run, run: Run, notes: list[str]) -> Measured | None:
             notes.append(f"{run.name}: no validation loss at equal tokens in both runs, so there is no validation gap")
         return None
     end = min(baseline.train.tokens[-1], run.train.tokens[-1])
-    if aligned.tokens[-1] < (1 - WINDOW) * end:
+    if aligned.tokens[-1] <= before_window(int(end)):
         notes.append(
             f"{run.name}: the last validation in both runs was at {aligned.tokens[-1]} of {end} tokens; "
             "the gap is from there"
