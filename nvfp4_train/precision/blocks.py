@@ -1,8 +1,8 @@
 """Where the blocks of a matrix lie in memory.
 
-A quantizer reads its operand along the contraction of the GEMM, but the matrix may lie in memory the other way round (the
-weight gradient contracts over tokens, the slow index). Transposing it would cost more than quantizing it, so blocks are
-views of the memory as it is:
+A quantizer reads its operand along the contraction of the GEMM, but the matrix may lie in memory the other way round
+(the weight gradient contracts over tokens, the slow index). Transposing it would cost more than quantizing it, so
+blocks are views of the memory as it is:
 
     axis 1, rows 1 x b     [M, N]  ->  [M * N/b, b]     blocks are contiguous
     axis 0, columns b x 1  [M, N]  ->  [M/b, b, N]      blocks run down the columns
@@ -132,7 +132,11 @@ class Loaded:
     blocks: Blocks
 
     def encode(self, rows: slice, compact: slice, factor: Tensor, divide: bool = False) -> Tensor:
-        """Write some rows of the source, times or divided by their blocks' compact `factor`, to `out`; returns those rows."""
+        """Write some rows of the source, times or divided by the compact `factor` of their blocks, to `out`.
+
+        Returns:
+            Those rows of `out`.
+        """
         source, out = self.source[rows], self.out[rows]
         operation = torch.div if divide else torch.mul
         operation(self.blocks.view(source), self.blocks.spread(factor[compact]), out=self.blocks.view(out))

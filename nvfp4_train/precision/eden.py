@@ -1,7 +1,8 @@
 """Quartet II's backward operand: round to nearest, and stay unbiased by a correction of the block scales.
 
-Stochastic rounding is unbiased at the price of twice the error of rounding to nearest. Here elements are rounded to nearest;
-after a random rotation the error they make shrinks a group of 128 by a factor that can be measured and undone:
+Stochastic rounding is unbiased at the price of twice the error of rounding to nearest. Here elements are rounded to
+nearest; after a random rotation the error they make shrinks a group of 128 by a factor that can be measured and
+undone:
 
     v      = 6 / (0.93 * 17/16)                    clips a little, which costs less than a wide grid
     s_dec  = amax / (255.99 * v)                   amax of the rotated tensor
@@ -12,8 +13,9 @@ after a random rotation the error they make shrinks a group of 128 by a factor t
     S'     = S * c, rounded STOCHASTICALLY to a neighbouring E4M3 value
     value  = q * S' * s_dec
 
-The sums are FP32: elements of a block of 16 in order, then the eight blocks by halves (4 + 4, 2 + 2, 1 + 1). The random byte
-of a block scale is that of its index in the matrix of block scales, counted along the contraction as elements are.
+The sums are FP32: elements of a block of 16 in order, then the eight blocks by halves (4 + 4, 2 + 2, 1 + 1). The
+random byte of a block scale is that of its index in the matrix of block scales, counted along the contraction as
+elements are.
 Source: "Quartet II", arXiv 2601.22813.
 """
 

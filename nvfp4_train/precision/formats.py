@@ -11,9 +11,9 @@ A format is an element type (how many bits one number keeps) and a way of sharin
     fp8_delayed  E4M3, E5M2   none       none                  FP32, from an amax history
     bf16         BF16         none       none                  none
 
-A block is `1 x size` along the contraction of the GEMM, or a square `size x size` tile. A square tile has the same scale
-whether it is read by rows or by columns, which is why weights use it: the forward and the backward GEMM then see one
-quantized weight.
+A block is `1 x size` along the contraction of the GEMM, or a square `size x size` tile. A square tile has the same
+scale whether it is read by rows or by columns, which is why weights use it: the forward and the backward GEMM then see
+one quantized weight.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ def _tile_problem(spec: Any) -> str | None:
     if spec.tile is None:
         return None
     if block is None:
-        return f"tile {list(spec.tile)} makes no sense for {spec.format}: it has one scale for the whole tensor, or none. Leave tile out."
+        return (
+            f"tile {list(spec.tile)} makes no sense for {spec.format}, which has one scale for the whole tensor, or "
+            "none. Leave tile out."
+        )
     if spec.tile not in ((1, block), (block, block)):
         return (
             f"tile {list(spec.tile)} does not fit {spec.format}, whose blocks hold {block} elements. "
@@ -121,38 +124,49 @@ def _rotation_problem(spec: Any) -> str | None:
     if spec.rotation not in ROTATIONS:
         return f"rotation {spec.rotation!r} is not offered. Use null or one of {', '.join(map(str, ROTATIONS))}."
     if element_of(spec) != "e2m1":
-        return f"rotation {spec.rotation} makes no sense for {spec.format}: it spreads outliers for 4-bit elements. Use nvfp4 or mxfp4, or rotation null."
+        return (
+            f"rotation {spec.rotation} makes no sense for {spec.format}: it spreads outliers for 4-bit elements. "
+            "Use nvfp4 or mxfp4, or rotation null."
+        )
     if spec.tile is not None and spec.tile[0] > 1:
         return (
-            f"rotation {spec.rotation} with the square tile {list(spec.tile)}: a rotated copy is used along one direction only, "
-            f"so a square tile would only cost accuracy. Use tile [1, {spec.tile[1]}], or rotation null."
+            f"rotation {spec.rotation} with the square tile {list(spec.tile)}: a rotated copy is used along one "
+            "direction only, so a square tile would only cost accuracy. "
+            f"Use tile [1, {spec.tile[1]}], or rotation null."
         )
     return None
 
 
 def _option_problem(spec: Any) -> str | None:
+    what = spec.format if spec.tile is None else f"{spec.format} with tile {list(spec.tile)}"
     if spec.rounding == "stochastic" and element_of(spec) != "e2m1":
-        return (
-            f"rounding 'stochastic' is offered for 4-bit elements (nvfp4, mxfp4), not for {spec.format}. Use 'nearest'."
-        )
+        return f"rounding 'stochastic' is for 4-bit elements (nvfp4, mxfp4), not for {spec.format}. Use 'nearest'."
     if spec.scaling == "row" and (spec.format != "nvfp4" or (spec.tile or (1, 16))[0] > 1):
-        return f"scaling 'row' needs nvfp4 with tile [1, 16]; this is {spec.format} with tile {spec.tile}. Use scaling 'tensor'."
+        return f"scaling 'row' needs nvfp4 with tile [1, 16]; this is {what}. Use scaling 'tensor'."
     if spec.four_over_six and (
         spec.format != "nvfp4" or spec.rounding != "nearest" or spec.rotation or spec.correction
     ):
         return (
-            f"four_over_six {spec.four_over_six!r} compares two nearest-rounded copies of an unrotated nvfp4 block; this is {spec.format} "
-            f"with rounding {spec.rounding!r}, rotation {spec.rotation}, correction {spec.correction}. Set four_over_six null here."
+            f"four_over_six {spec.four_over_six!r} compares two nearest-rounded copies of an unrotated nvfp4 block; "
+            f"this is {what}, rounding {spec.rounding!r}, rotation {spec.rotation}, correction {spec.correction}. "
+            "Set four_over_six null here."
         )
     if spec.scale_rounding != "up" and spec.format not in ("mxfp4", "mxfp8"):
-        return f"scale_rounding {spec.scale_rounding!r} belongs to power-of-two block scales (mxfp4, mxfp8), not to {spec.format}. Leave it out."
+        return (
+            f"scale_rounding {spec.scale_rounding!r} belongs to power-of-two block scales (mxfp4, mxfp8), not to "
+            f"{spec.format}. Leave it out."
+        )
     if spec.power_of_two and spec.format != "fp8_block":
         return f"power_of_two belongs to fp8_block, not to {spec.format}. Leave it out."
-    if spec.correction and (
-        spec.format != "nvfp4" or spec.rotation != 128 or spec.rounding != "nearest" or spec.scaling != "tensor"
+    if spec.correction and (spec.format, spec.rotation, spec.rounding, spec.scaling) != (
+        "nvfp4",
+        128,
+        "nearest",
+        "tensor",
     ):
         return (
-            f"correction 'eden' needs nvfp4, rotation 128, nearest rounding and tensor scaling; this is {spec.format} with rotation "
-            f"{spec.rotation}, rounding {spec.rounding!r}, scaling {spec.scaling!r}. Change those, or set correction null."
+            f"correction {spec.correction!r} needs nvfp4, rotation 128, nearest rounding and tensor scaling; this is "
+            f"{what}, rotation {spec.rotation}, rounding {spec.rounding!r}, scaling {spec.scaling!r}. "
+            "Change those, or set correction null."
         )
     return None

@@ -1,8 +1,8 @@
 """Four over six: let a block's largest value become 4 instead of 6 where that loses less.
 
-E2M1 has a hole between 4 and 6. A block whose largest value is mapped to 6 rounds whatever falls near 5 badly; mapped to 4,
-by a block scale half as large again, the same values fall on 2, 3 and 4. So every block is quantized both ways and the
-better one is kept:
+E2M1 has a hole between 4 and 6. A block whose largest value is mapped to 6 rounds whatever falls near 5 badly; mapped
+to 4, by a block scale half as large again, the same values fall on 2, 3 and 4. So every block is quantized both ways
+and the better one is kept:
 
     s_enc   = min(256 * 6 / amax, FP32_MAX)    256, not 448: room to raise a block scale by half
     base    = fl(amax_block / 6) * s_enc
@@ -10,8 +10,8 @@ better one is kept:
     decoded = element * S * amax / 1536
     error   = sum of |decoded - x| (mae) or of (decoded - x)^2 (mse)
 
-in FP32, elements of a row added in order; a square tile then adds its sixteen rows by halves (8 + 8, 4 + 4, 2 + 2, 1 + 1).
-S4 is taken where its error is strictly lower. Source: "Four Over Six", arXiv 2512.02010.
+in FP32, elements of a row added in order; a square tile then adds its sixteen rows by halves (8 + 8, 4 + 4, and
+so on). S4 is taken where its error is strictly lower. Source: "Four Over Six", arXiv 2512.02010.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _error(loaded: Loaded, stored: Tensor, amax: Tensor, s_enc: Tensor, measure:
 
 
 def _add_by_halves(sums: Tensor, blocks: Blocks) -> Tensor:
-    """Add the rows of each square tile: from [rows, columns/size] or [rows/size, columns] to [rows/size, columns/size]."""
+    """Add the rows of each square tile: [rows, columns/size] or [rows/size, columns] to [rows/size, columns/size]."""
     if blocks.axis == 1:
         lines = sums.view(-1, blocks.size, sums.shape[1])
     else:

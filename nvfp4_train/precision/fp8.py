@@ -4,13 +4,14 @@ E4M3 has three mantissa bits and reaches 448, E5M2 has two and reaches 57344. Wi
 
     enc = fl(max / amax)   (FP32_MAX where that is infinite, 1 where amax is 0 or not finite)
 
-the largest magnitude becomes the element type's largest: elements are the nearest of x * enc, clamped, and decode by 1 / enc.
+the largest magnitude becomes the element type's largest: elements are the nearest of x * enc, clamped, and decode
+by 1 / enc.
 
     fp8_block    amax of a block: 128x128 of a weight, 1x128 along the contraction of anything else (after DeepSeek-V3,
-                 arXiv 2412.19437). An outlier then costs its own block alone. Option `power_of_two` rounds enc down to a
-                 power of two, as Transformer Engine does by default.
+                 arXiv 2412.19437). An outlier then costs its own block alone. Option `power_of_two` rounds enc down
+                 to a power of two, as Transformer Engine does by default.
     fp8_current  amax of this very tensor
-    fp8_delayed  amax given by the caller: the largest of a history, so that no pass over the tensor is needed before casting
+    fp8_delayed  amax given by the caller: the largest of a history, known before the tensor is
 
 A block or tensor with an inf or NaN decodes to NaN, so that a saturating cast cannot hide it.
 """
@@ -49,6 +50,6 @@ def scale_blocks(loaded: Loaded, power_of_two: bool) -> Scaled:
 
 
 def scale_tensor(loaded: Loaded, amax: Tensor, element: str) -> Scaled:
-    """Scale of fp8_current and fp8_delayed: follows `amax`; NaN where the tensor itself is not finite."""
+    """Scale of fp8_current and fp8_delayed, following `amax`."""
     enc = encode_scale(amax, element)
-    return Scaled(enc.expand(loaded.blocks.scale_shape), None, None, decode_scale(enc, amax + loaded.amax))
+    return Scaled(enc.expand(loaded.blocks.scale_shape), None, None, decode_scale(enc, amax))

@@ -1,12 +1,13 @@
 """MXFP4 and MXFP8: blocks of 32 with a power of two as their scale (OCP Microscaling v1.0).
 
-A power of two costs eight bits (E8M0, the exponent plus 127) and no multiplication in hardware, but it can only bring the
-largest magnitude of a block within a factor of two of the element type's largest. Which power:
+A power of two costs eight bits (E8M0, the exponent plus 127) and no multiplication in hardware, but it can only bring
+the largest magnitude of a block within a factor of two of the element type's largest. Which power:
 
-    up    2^e, e = ceil(log2(amax_block / element max)): nothing saturates. Rounding down can make training diverge.
-    ocp   e = floor(log2(amax_block)) - emax, emax 2 (E2M1) or 8 (E4M3): the specification's own; large values may saturate.
+    up    e = ceil(log2(amax_block / element max)): nothing saturates. Rounding down can make training diverge.
+    ocp   e = floor(log2(amax_block)) - emax, emax 2 (E2M1) or 8 (E4M3): as specified; large values may saturate.
 
-e lies in [-127, 127]; a block of zeros takes -127. A block with an inf or NaN takes the byte 255, which E8M0 reads as NaN.
+e lies in [-127, 127]; a block of zeros takes -127. A block with an inf or NaN takes the byte 255, which E8M0 reads as
+NaN.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """NVFP4: four bits an element, made usable by two levels of scales.
 
-An E2M1 element knows the magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6. Sixteen neighbours share an E4M3 scale that moves their
-largest magnitude near 6; E4M3 itself reaches only from 2^-9 to 448, so an FP32 scale of the whole tensor first moves the
-tensor's largest block there. In FP32 and in this order, which decides the last bits:
+An E2M1 element knows the magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6. Sixteen neighbours share an E4M3 scale that moves
+their largest magnitude near 6; E4M3 itself reaches only from 2^-9 to 448, so an FP32 scale of the whole tensor first
+moves the tensor's largest block there. In FP32 and in this order, which decides the last bits:
 
     amax    = max |x| over the tensor
     s_enc   = min(448 * 6 / amax, FP32_MAX), 1 where amax is not finite
@@ -15,8 +15,8 @@ tensor's largest block there. In FP32 and in this order, which decides the last 
 `element * S` has at most six significant bits, so it is exact in BF16: a BF16 GEMM over those products, with FP32
 accumulation and both tensor scales applied to the accumulator, is the NVFP4 GEMM.
 
-A block far smaller than the tensor's largest gets S = 0 and decodes to zeros. A tensor with an inf or NaN gets s_dec = NaN,
-so that it cannot hide behind a finite 6 * 448. Row scaling has an amax, s_enc and s_dec for each row instead of one.
+A block far smaller than the tensor's largest gets S = 0 and decodes to zeros. A tensor with an inf or NaN gets NaN as
+its s_dec, so that it cannot hide behind a finite 6 * 448. Row scaling has an amax, s_enc and s_dec for each row.
 
 Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, and Transformer Engine's reference quantizer.
 """
@@ -30,13 +30,12 @@ from nvfp4_train.precision.blocks import Loaded, Scaled
 
 FP32_MAX = torch.finfo(torch.float32).max
 E4M3_MAX = 448.0
-# Largest product of a block scale and an element; four-over-six keeps block scales under 256 so that it can raise them by half.
-TOP = 448.0 * 6.0
-TOP_FOUR_OVER_SIX = 256.0 * 6.0
+# Largest product of a block scale and an element.
+TOP = E4M3_MAX * 6.0
 
 
 def constant(value: float, like: Tensor) -> Tensor:
-    """A number as a float32 tensor: `number / tensor` and `tensor / number` may otherwise become a product with a reciprocal."""
+    """A number as a float32 tensor: a quotient with a plain number may become a product with a reciprocal."""
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
@@ -67,7 +66,7 @@ def encode_scales(stored: Tensor, s_enc: Tensor) -> Tensor:
 
 
 def scale(loaded: Loaded, amax: Tensor) -> Scaled:
-    """NVFP4 scales of a matrix, after `amax`: 0-d, or one for each row of the operand as compact [rows, 1] or [1, columns]."""
+    """NVFP4 scales of a matrix, following `amax`: 0-d, or compact [rows, 1] or [1, columns] for row scaling."""
     s_enc, s_dec = tensor_scales(amax)
     stored = block_scales(loaded.block_amax, s_enc)
     return Scaled(encode_scales(stored, s_enc), stored, stored.float(), tensor_decode(s_dec))

@@ -1,8 +1,8 @@
 """Quantize a matrix: the one entrance to all formats.
 
-`quantize` gives what a file or a tensor core would hold: codes, block scales, amax. `quantize_values` gives what an emulated
-GEMM eats: `element * block scale` as ordinary numbers, with the tensor scale apart. Both are the same arithmetic, in three
-steps that every format shares:
+`quantize` gives what a file or a tensor core would hold: codes, block scales, amax. `quantize_values` gives what an
+emulated GEMM eats: `element * block scale` as ordinary numbers, with the tensor scale apart. Both are the same
+arithmetic, in three steps that every format shares:
 
     load    convert to float32, rotate where the spec says so, find the largest magnitude of every block
     scale   a format's module turns those magnitudes into scales
@@ -32,9 +32,9 @@ class Values:
     """A quantized operand as numbers: `values * scale`.
 
     Attributes:
-        values: elements times block scales, in the layout of x. float32 on a CPU, bfloat16 elsewhere, both exact; fp8_block,
-            whose block scales are FP32, is float32 everywhere. The sign of a zero is not defined. A rotated operand has its
-            contraction padded to a multiple of the rotation.
+        values: elements times block scales, in the layout of x. float32 on a CPU, bfloat16 elsewhere, both exact;
+            fp8_block, whose block scales are FP32, is float32 everywhere. The sign of a zero is not defined. A
+            rotated operand has its contraction padded to a multiple of the rotation.
         scale: float32, 0-d, or one for each row of the operand (row scaling); None for 1.
         amax: float32 largest magnitude of this tensor (after rotation), 0-d, or one for each row (row scaling).
         block_scale: block scales as stored, in the operand's order; None where there are none.
@@ -58,10 +58,10 @@ class Quantized:
     """A quantized matrix as it would be stored.
 
     Attributes:
-        codes: 4-bit: uint8 [M, ceil(N/2)], the even element in the low nibble, a missing last one 0. 8-bit: float8 [M, N].
-            bf16: bfloat16 [M, N]. N is the padded width for a rotated matrix.
-        scales: block scales: float8_e4m3fn, E8M0 bytes (uint8) or float32, [M, ceil(N/b)], or [ceil(M/b), ceil(N/b)] for square
-            tiles; None for formats without.
+        codes: 4-bit: uint8 [M, ceil(N/2)], the even element in the low nibble, a missing last one 0. 8-bit: float8
+            [M, N]. bf16: bfloat16 [M, N]. N is the padded width for a rotated matrix.
+        scales: block scales: float8_e4m3fn, E8M0 bytes (uint8) or float32, [M, ceil(N/b)], or [ceil(M/b), ceil(N/b)]
+            for square tiles; None for formats without.
         amax: float32 0-d, or [M] row-scaled: of what was quantized, after rotation.
         tensor_scale: float32 0-d, or [M] row-scaled: decode scale of the tensor; None for 1.
         spec: how it was quantized.
@@ -76,7 +76,7 @@ class Quantized:
     columns: int
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Decoded matrix [M, N]: `element * block scale * tensor scale`, each product in float32, then one cast to `dtype`."""
+        """Decoded matrix [M, N]: `element * block scale * tensor scale` in float32, then one cast to `dtype`."""
         if self.spec.format == "bf16":
             return self.codes.to(dtype)
         four_bit = element_of(self.spec) == "e2m1"
@@ -130,8 +130,8 @@ def quantize_values(
         x: float32 or bfloat16, any strides.
         spec: how.
         key: 64-bit key of stochastic rounding's random bits, from `rounding.element_key`.
-        axis: dimension of x that the GEMM contracts, along which blocks lie. 0 means that the operand is x^T: the result is
-            that of `x.t()`, transposed back to the layout of x.
+        axis: dimension of x that the GEMM contracts, along which blocks lie. 0 means that the operand is x^T: the
+            result is that of `x.t()`, transposed back to the layout of x.
         amax: what the tensor scale follows in place of the tensor's own; fp8_delayed without it has scale 1.
         sign_key: 64-bit key of fresh signs, shared by both operands of a GEMM; None means `key`.
 
@@ -191,7 +191,7 @@ class _Operand:
             return fp8.scale_blocks(loaded, spec.power_of_two)
         if spec.format == "fp8_delayed" and amax is None:
             amax = torch.zeros_like(loaded.amax)
-        follow = loaded.amax if amax is None else amax
+        follow = loaded.amax if amax is None else torch.where(torch.isfinite(loaded.amax), amax, loaded.amax)
         if spec.format != "nvfp4":
             return fp8.scale_tensor(loaded, follow, self.element)
         if spec.correction == "eden":
@@ -199,7 +199,7 @@ class _Operand:
         if spec.scaling == "row":
             own = loaded.block_amax.amax(loaded.blocks.axis, keepdim=True)
             self.amax = own.flatten()
-            follow = own if amax is None else amax.view(own.shape)
+            follow = own if amax is None else torch.where(torch.isfinite(own), amax.view(own.shape), own)
         if spec.four_over_six:
             return four_over_six.scale(loaded, follow, spec.four_over_six)
         return nvfp4.scale(loaded, follow)
@@ -262,7 +262,7 @@ def _amax_of(x: Tensor) -> Tensor:
 def _check(x: Tensor, axis: int) -> None:
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16):
         raise PrecisionError(
-            f"cannot quantize a {x.dtype} tensor of shape {list(x.shape)}: blocks lie in a matrix, and casting from another type would "
-            "round twice. Give a float32 or bfloat16 tensor [M, N]."
+            f"cannot quantize a {x.dtype} tensor of shape {list(x.shape)}: blocks lie in a matrix, and casting from "
+            "another type would round twice. Give a float32 or bfloat16 tensor [M, N]."
         )
     assert axis in (0, 1), axis

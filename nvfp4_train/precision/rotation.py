@@ -1,15 +1,16 @@
 """The randomized Hadamard transform: spread an outlier over its group before four bits have to hold it.
 
-One large value in a block of sixteen pushes the other fifteen towards zero. Multiplying a group of n values by an orthogonal
-matrix whose entries all have the same size spreads the outlier evenly. If both operands of a GEMM are transformed along the
-contraction, the transform cancels in the product, so nothing has to be undone:
+One large value in a block of sixteen pushes the other fifteen towards zero. Multiplying a group of n values by an
+orthogonal matrix whose entries all have the same size spreads the outlier evenly. If both operands of a GEMM are
+transformed along the contraction, the transform cancels in the product, so nothing has to be undone:
 
-    row of n values  ->  row * diag(signs) * H_n / sqrt(n),   H_n Sylvester's: H_1 = [1], H_2n = [[H_n, H_n], [H_n, -H_n]]
+    row of n values  ->  row * diag(signs) * H_n / sqrt(n)
+    Sylvester's H_n:     H_1 = [1],  H_2n = [[H_n, H_n], [H_n, -H_n]]
 
-The random signs keep inputs that look like a Hadamard row from being gathered into one value. The product is computed by the
-fast transform in FP32, always in the same order, so that every implementation gives the same bits: each value times
-sign * fl(1/sqrt(n)) first (so that no sum overflows that the result would not), then log2(n) stages of sums and differences
-(neighbours, then pairs of pairs, ...), then one rounding to the input's dtype.
+The random signs keep inputs that look like a Hadamard row from being gathered into one value. The product is computed
+by the fast transform in FP32, always in the same order, so that every implementation gives the same bits: each value
+times sign * fl(1/sqrt(n)) first (so that no sum overflows that the result would not), then log2(n) stages of sums and
+differences (neighbours, then pairs of pairs, ...), then one rounding to the input's dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def signs_of(spec: QuantSpec, key: int, device: torch.device | str = "cpu") -> T
     """Signs of a rotation as float32 [spec.rotation].
 
     Fixed signs repeat the sixteen published ones. Fresh signs are the bits of Philox under `key` at counter words
-    (0, 0, 1, 0), which no element's random byte uses: bit i of word 0 is that of element i, 1 means minus, word 1 follows.
+    (0, 0, 1, 0), which no element's random byte uses: bit i of word 0 is that of element i, 1 means minus, word 1
+    follows.
     """
     assert spec.rotation is not None
     if spec.signs == "fixed":

@@ -1,18 +1,19 @@
 """Rounding to few bits, and the random bits that stochastic rounding needs.
 
-Round to nearest has a bias once gradients are averaged over many tokens: a value that always sits below a decision point is
-always rounded down. Stochastic rounding goes up with probability p = (distance to the lower neighbour) / (distance between
-the neighbours), so that the expected value is the value itself, at the price of more noise. With one random byte r it goes
-up when (r + 1/2) / 256 >= 1 - p.
+Round to nearest has a bias once gradients are averaged over many tokens: a value that always sits below a decision
+point is always rounded down. Stochastic rounding goes up with probability p = (distance to the lower neighbour) /
+(distance between the neighbours), so that the expected value is the value itself, at the price of more noise. With
+one random byte r it goes up when (r + 1/2) / 256 >= 1 - p.
 
-The byte must not depend on who computes it, or a run would change with its layout, its recomputation and its resumption.
-So nothing here has a state: the byte of an element is a pure function of a 64-bit key (seed, step, micro-batch, linear,
-operand) and of the element's index in the whole operand. The function is Philox-4x32-10 (Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", 2011):
+The byte must not depend on who computes it, or a run would change with its layout, its recomputation and its
+resumption. So nothing here has a state: the byte of an element is a pure function of a 64-bit key (seed, step,
+micro-batch, linear, operand) and of the element's index in the whole operand. The function is Philox-4x32-10 (Salmon
+et al., "Parallel random numbers: as easy as 1, 2, 3", 2011):
 
-    key      low 32 bits = key word 0, high 32 bits = key word 1
-    counter  index of the element // 16 as a 64-bit number: low half = counter word 0, high half = word 1; words 2 and 3 are 0
-    output   four words of 32 bits = 16 bytes, word 0 first, the lowest byte of a word first: byte j is that of element 16 c + j
+    key      64 bits: the low half is key word 0, the high half word 1
+    counter  index of the element // 16, 64 bits: the low half is counter word 0, the high half word 1; words 2, 3 are 0
+    output   four words of 32 bits, so 16 bytes: word 0 first, and of each word the lowest byte first;
+             byte j of counter c belongs to element 16 c + j
 
 Elements are counted row by row in the operand, whose rows run along the contraction of its GEMM.
 """
@@ -129,7 +130,7 @@ _GRIDS = {"e2m1": (6.0, 1.0, 1), "e4m3": (448.0, 2.0**-6, 3), "e5m2": (57344.0, 
 
 
 def round_nearest_(scaled: Tensor, scratch: Tensor, element: str) -> Tensor:
-    """Round to the nearest value of an element type, ties to even, in place. Values beyond the largest become the largest.
+    """Round to the nearest value of an element type, ties to even, in place; beyond the largest, to the largest.
 
     Neighbours are 2^-m of the value's power of two apart (m mantissa bits), and evenly spaced below the smallest power.
     Adding and subtracting 1.5 * 2^23 of that distance leaves the nearest multiple of it: the sum has no bits for less.
@@ -148,8 +149,8 @@ def round_nearest_(scaled: Tensor, scratch: Tensor, element: str) -> Tensor:
 
 
 def round_stochastic_(scaled: Tensor, scratch: Tensor, element: str, random: Tensor) -> Tensor:
-    """Round to a random neighbour of an element type, in place: floor(|y| / d + (r + 1/2) / 256) * d with y's sign, where d is
-    the distance between the neighbours; that is 'up when (r + 1/2) / 256 >= 1 - p'.
+    """Round to a random neighbour of an element type, in place: floor(|y| / d + (r + 1/2) / 256) * d with y's sign,
+    where d is the distance between the neighbours; that is 'up when (r + 1/2) / 256 >= 1 - p'.
 
     Args:
         scaled: float32 y; values beyond the largest become the largest, NaN stays.
