@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nvfp4_train.precision.assignment import LinearPrecision, assign
+from nvfp4_train.precision.assignment import LinearPrecision, assign, recipe_gemms
 from nvfp4_train.precision.config import PrecisionError
 from nvfp4_train.precision.fit import needed_multiples
 from nvfp4_train.precision.recipes import standard_gemms
@@ -245,19 +245,24 @@ def test_a_recipes_own_rule_may_match_nothing() -> None:
 def test_what_widths_must_be_multiples_of(name: str, into: int, out: int) -> None:
     """In-features are contracted by fprop, out-features by dgrad; tokens, contracted by wgrad, are padded."""
     config = recipe(name)
-    assert needed_multiples((config.fprop, config.dgrad, config.wgrad)) == (into, out)  # type: ignore[arg-type]
+    assert needed_multiples(recipe_gemms(config)) == (into, out)
 
 
 def test_square_weight_tiles_count_in_both_directions() -> None:
     config = recipe("nvfp4_fwd_bf16_bwd", "weight_tile=[16, 16]")
-    assert needed_multiples((config.fprop, config.dgrad, config.wgrad)) == (16, 16)  # type: ignore[arg-type]
+    assert needed_multiples(recipe_gemms(config)) == (16, 16)
     config = recipe("bf16_fwd_nvfp4_bwd", "weight_tile=[16, 16]")
-    assert needed_multiples((config.fprop, config.dgrad, config.wgrad)) == (16, 16)  # type: ignore[arg-type]
+    assert needed_multiples(recipe_gemms(config)) == (16, 16)
 
 
 def test_a_rotation_of_tokens_asks_nothing_of_widths() -> None:
     config = recipe("nvfp4", "rotation=128")
-    assert needed_multiples((config.fprop, config.dgrad, config.wgrad)) == (16, 16)  # type: ignore[arg-type]
+    assert needed_multiples(recipe_gemms(config)) == (16, 16)
+
+
+def test_a_rotation_of_features_asks_for_whole_groups() -> None:
+    config = recipe("nvfp4", "weight_tile=[1, 16]", "dgrad.gradient.rotation=64", "dgrad.weight.rotation=64")
+    assert needed_multiples(recipe_gemms(config)) == (16, 64)
 
 
 def test_hidden_size_1000_keeps_every_linear_in_bf16_and_is_refused() -> None:
