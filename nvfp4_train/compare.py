@@ -60,9 +60,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _percent(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not math.isfinite(value):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; write a percentage, for example 1.0")
     return value
 
 

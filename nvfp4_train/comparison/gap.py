@@ -6,11 +6,10 @@ difference d: in paired runs the noise of the batches, some ten times larger tha
 runs it does not, and the same formula gives a wider band.
 
 Neighbouring steps are not independent, since weights that wandered off stay off for a while. The variance of the mean
-is therefore estimated from the slow part of the noise alone: the average power of its first cosines, an
-equal-weighted cosine estimator with Student's t (Lazarus, Lewis, Stock and Watson 2018, "HAR inference:
-recommendations for practice", section 2). A straight line is taken out first and the cosine that is most like it left
-out, so that a gap that drifts through the window does not count as noise; the mean over the window stays the
-estimate.
+is therefore estimated from the slow part of the noise alone: the average power of its first cosines, with Student's t
+(the equal-weighted cosine estimator of Lazarus, Lewis, Stock and Watson, "HAR inference: recommendations for
+practice", 2018). A straight line is taken out first and the cosine that is most like it left out, so that a gap that
+drifts through the window does not count as noise; the mean over the window stays the estimate.
 
 The band speaks of this pair of runs. How far another seed would land is in it only where several seeds are given:
 then it is the spread of their gaps.
@@ -102,11 +101,10 @@ def window_gap(aligned: Aligned) -> Gap:
 
 
 def half_width(differences: FloatArray, count: int) -> float | None:
-    """Half of the 95% band of the mean of the last `count` differences, in their unit; None below three points to
-    judge from.
+    """Half of the 95% band of the mean of the last `count` differences, in their unit.
 
     The noise is judged from twice as many points as the mean, or from 100 where that is more, but from half of the
-    run at most.
+    run at most. None where that leaves fewer than three.
     """
     points = max(count, min(max(2 * count, NOISE_POINTS), (len(differences) + 1) // 2))
     if points < 3:

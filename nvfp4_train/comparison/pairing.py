@@ -10,8 +10,7 @@ from nvfp4_train.run_folder import FREE_WITHIN_IDENTITY
 
 
 def pair_up(baseline: Group, group: Group) -> tuple[list[tuple[Run, Run]], list[str]]:
-    """The (baseline, run) pairs of two groups, by seed where one holds several; and notes on the runs that have no
-    partner.
+    """The (baseline, run) pairs of two groups, by seed where one holds several; and notes on runs without a partner.
 
     Raises CompareError where several seeds are given and none is in both.
     """
@@ -49,8 +48,8 @@ def unpaired_reasons(baseline: Run, run: Run) -> list[str]:
         missing = sum(step not in side.hashes for step in common)
         if missing:
             reasons.append(f"{side.name} has no data/hash at {missing} of {len(common)} common steps")
-    differing = [step for step in common if baseline.hashes.get(step, "") != run.hashes.get(step, "")]
-    differing = [step for step in differing if step in baseline.hashes and step in run.hashes]
+    hashed = [step for step in common if step in baseline.hashes and step in run.hashes]
+    differing = [step for step in hashed if baseline.hashes[step] != run.hashes[step]]
     if differing:
         reasons.append(
             f"the batches (data/hash) differ at {len(differing)} of {len(common)} common steps, "

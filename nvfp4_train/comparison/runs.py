@@ -216,7 +216,7 @@ def _read_mapping(path: Path) -> Mapping[str, Any] | None:
         content = yaml.safe_load(path.read_text()) if path.suffix == ".yaml" else json.loads(path.read_text())
     except (ValueError, yaml.YAMLError) as error:
         raise CompareError(
-            f"{path}: not readable ({error}). Mend it, or move it away: runs are compared without it, as unpaired."
+            f"{path}: not readable ({error}). Mend it, or move it away: a run is compared without it, too."
         ) from None
     if not isinstance(content, dict):
         raise CompareError(f"{path}: wanted keys and values, got {type(content).__name__}. Mend it, or move it away.")
@@ -243,9 +243,8 @@ def open_group(argument: str) -> Group:
         if not paths:
             raise CompareError(f"{argument}: neither a run folder (no {METRICS}) nor a folder that holds run folders.")
     else:
-        paths = (
-            [whole] if whole.exists() or "," not in argument else [Path(part) for part in argument.split(",") if part]
-        )
+        parts = [argument] if whole.exists() else [part for part in argument.split(",") if part] or [argument]
+        paths = [Path(part) for part in parts]
         name = ",".join(path.resolve().name for path in paths)
     runs = tuple(open_run(path) for path in paths)
     _check_seeds(argument, runs)
