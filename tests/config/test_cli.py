@@ -187,25 +187,41 @@ def test_help_names_groups_choices_and_keys() -> None:
         assert word in text
 
 
-def test_multirun_starts_a_process_for_each_run(tmp_path: Path) -> None:
-    """Two corpora from one text: each run is composed, started and reported on its own."""
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"line {number} of a text that is long enough" for number in range(200)))
-    (tmp_path / "more").mkdir()
-    for number in range(40):
-        (tmp_path / "more" / f"{number}.txt").write_text(text.read_text()[number:])
-    argv = ["--multirun", "data.path=more", "data.prepared=a,b", "data.validation_share=0.2"]
-    done = subprocess.run([sys.executable, "-m", "nvfp4_train.prepare", *argv], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "a").glob("more-*"))) == 1
-    assert len(list((tmp_path / "b").glob("more-*"))) == 1
-    for line in ("run 1 of 2: data.path=more data.prepared=a", "run 2 of 2: exit code 0"):
-        assert line in done.stderr
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b", "more", "text.txt"]
+def test_multirun_starts_a_process_for_each_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[list[str]] = []
+
+    def record(command: list[str]) -> int:
+        started.append(command)
+        return 4 if "seed=2" in command else 0
+
+    monkeypatch.setattr(cli, "_run_child", record)
+    (tmp_path / "mine").mkdir()
+    code, seen = run("-m", "seed=1,2,3", "steps=9", "--config-dir", "mine", "run_dir=r/${seed}")
+    assert (code, seen) == (4, []), "the first code that is not 0, and the others still ran"
+    assert started == [
+        [
+            sys.executable,
+            "-m",
+            "nvfp4_train.train",
+            f"seed={seed}",
+            "steps=9",
+            "run_dir=r/${seed}",
+            "--config-dir",
+            "mine",
+        ]
+        for seed in (1, 2, 3)
+    ]
 
 
-def test_multirun_goes_on_after_a_failure_and_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
-    code = cli.run(lambda config: None, "prepare", ["--multirun", "data.path=nowhere1,nowhere2"])
+def test_multirun_stops_where_it_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = iter([0, ExitCode.INTERRUPTED, 0])
+    monkeypatch.setattr(cli, "_run_child", lambda command: next(codes))
+    assert run("-m", "seed=1,2,3")[0] == ExitCode.INTERRUPTED
+    assert next(codes) == 0
+
+
+def test_multirun_runs_real_processes_and_reports_each(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.run(lambda config: None, "prepare", ["--multirun", "data.path=nowhere1.jsonl,nowhere2.jsonl"])
     err = capsys.readouterr().err
     assert code == ExitCode.MISTAKE
     assert "run 1 of 2: exit code 2" in err
