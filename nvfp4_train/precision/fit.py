@@ -16,8 +16,6 @@ from nvfp4_train.precision.recipes import Gemms
 
 # FP8 tensor cores take contractions in multiples of 16 bytes.
 WHOLE_TENSOR_MULTIPLE = 16
-# Quartet II's correction is made for groups of 128 values.
-CORRECTION_GROUP = 128
 # Words that every reason about a width has.
 MISFIT = "is no multiple of"
 # Megatron's column-parallel linears share out-features among tensor-parallel ranks, the row-parallel ones in-features.
@@ -60,7 +58,7 @@ def contraction_multiple(spec: QuantSpec) -> int:
     if spec.format == "bf16":
         return 1
     block = FORMATS[spec.format].block or WHOLE_TENSOR_MULTIPLE
-    return max(block, spec.rotation or 1, CORRECTION_GROUP if spec.correction else 1)
+    return max(block, spec.rotation or 1)
 
 
 def row_multiple(spec: QuantSpec) -> int:
