@@ -20,8 +20,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
 
 from models.megatron_cpu import megatron_device
 from nvfp4_train import checkpoint_files as files
@@ -80,7 +81,7 @@ def save(root: Path, state: TrainingState, header: Header, keep: int, world: Wor
         with megatron_device():
             dist_checkpointing.save(content, str(temporary))
         on_main(world, finish)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         free = shutil.disk_usage(
             root
         ).free  # before the partial one goes: Megatron does not hand on the system's reason
@@ -124,22 +125,23 @@ def load(path: Path, state: TrainingState, world: World) -> Loaded:
     return Loaded(header, new_histories)
 
 
-def load_weights(path: Path, model: Any) -> Header:
-    """Put the weights alone of the whole checkpoint at `path` into `model`; see `load`."""
+def load_weights(path: Path, model: Any, runtime: Any) -> Loaded:
+    """Put the weights and the amax histories alone of the whole checkpoint at `path` where they belong; see `load`."""
     with megatron_device():
         wanted = {"model": model.sharded_state_dict()}
-        model.load_state_dict(_load(path, wanted, strict="raise_unexpected")["model"])
-    return files.read_header(path)
+    loaded = _load(path, wanted, strict="raise_unexpected")
+    model.load_state_dict(loaded["model"])
+    return Loaded(files.read_header(path), runtime.load_state_dict(loaded["precision"]))
 
 
 def _load(path: Path, wanted: dict[str, Any], strict: str) -> dict[str, Any]:
     try:
         with megatron_device(), _weights_only():
             return dist_checkpointing.load(wanted, str(path), strict=strict)
-    except (CheckpointingException, KeyError) as error:
-        raise CheckpointError(
-            f"checkpoint {path} does not fit this model and optimizer: {' '.join(str(error).split())}"
-        ) from None
+    except (CheckpointingException, CheckpointException, KeyError) as error:
+        failures = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+        reason = " ".join(str(failures[0] if failures else error).split())
+        raise CheckpointError(f"checkpoint {path} does not fit this model and optimizer: {reason}") from None
 
 
 @contextmanager
@@ -175,7 +177,7 @@ def _content(state: TrainingState, world: World, loading: bool) -> dict[str, Any
 
 def _bytes_of(content: dict[str, Any]) -> int:
     """Bytes of the tensors that this rank writes, and a little for the rest."""
-    tensors = [item for item in nested_values(content) if isinstance(item, ShardedTensor)]
+    tensors = [item for item in nested_values(content) if isinstance(item, ShardedTensor | ShardedTensorFactory)]
     mine = [tensor.data for tensor in tensors if is_main_replica(tensor.replica_id)]
     return sum(data.numel() * data.element_size() for data in mine) + 2**20
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,10 @@ def process_groups(parallel: ParallelConfig, seed: int) -> Iterator[World]:
     Under torchrun (`RANK` and `WORLD_SIZE` set) joins its world; otherwise this process is a world of one and needs no
     network. Groups that already stand are used and left standing.
     """
+    logging.getLogger("megatron").setLevel(
+        logging.ERROR
+    )  # it warns of libraries that we do without, and of our choices
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:

@@ -51,8 +51,10 @@ def build_schedule(schedule: ScheduleConfig, optimizer: OptimizerConfig, steps: 
     """
     if schedule.decay_style not in _DECAY:
         raise ConfigError(f"schedule.decay_style={schedule.decay_style!r}: known are {', '.join(_DECAY)}")
-    warmup = Duration.parse(schedule.warmup).steps(steps, tokens_per_step)
-    decay = Duration.parse(schedule.decay).steps(steps, tokens_per_step)
+    first, last = Duration.parse(schedule.warmup), Duration.parse(schedule.decay)
+    warmup, decay = first.steps(steps, tokens_per_step), last.steps(steps, tokens_per_step)
+    if first.unit == last.unit == "share" and first.amount + last.amount <= 1:
+        decay = min(decay, steps - warmup)  # both are rounded up, which may be a step too many
     if warmup + decay > steps:
         raise ConfigError(
             f"schedule.warmup is {warmup} steps and schedule.decay {decay}, together more than steps={steps}: "

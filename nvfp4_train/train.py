@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
+from collections.abc import Sequence
 
 from data.quiet import quiet
 from nvfp4_train import cli
@@ -15,15 +14,13 @@ def body(config: RunConfig) -> int:
     """The run, once the configuration is known to be good; torch and Megatron are imported here and not before."""
     with quiet():  # a warning for every optional library that is not installed
         from nvfp4_train.trainer import train
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     return train(config)
 
 
-def main() -> None:
-    """Entry point; leaves with an exit code of `exits.ExitCode`."""
-    sys.exit(cli.run(body, "train"))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    return cli.run(body, "train", argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -48,6 +48,11 @@ def test_equal_to_megatron_at_every_step(style: str) -> None:
         assert ours.at(step) == pytest.approx(group["lr"], rel=1e-12, abs=1e-15), step
 
 
+def test_shares_of_a_short_run_never_exceed_it() -> None:
+    short = build_schedule(ScheduleConfig(0.1, 0.2), OptimizerConfig(lr=2.0), 1, 1000)
+    assert (short.warmup, short.decay, short.at(1)) == (1, 0, 2.0)
+
+
 def test_refuses_what_does_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"warmup is 90 steps and schedule\.decay 20"):
         schedule(warmup=90)
