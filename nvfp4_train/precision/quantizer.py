@@ -107,7 +107,7 @@ def quantize(x: Tensor, spec: QuantSpec, seed: int = 0, *, amax: Tensor | None =
     """
     _check(x, 1)
     if spec.format == "bf16":
-        codes = x.bfloat16()
+        codes = x.contiguous().bfloat16()
         return Quantized(codes, None, _amax_of(codes), None, spec, x.shape[1])
     operand = _Operand(x.contiguous(), spec, seed, 1, amax, None)
     rows, columns = operand.shape
