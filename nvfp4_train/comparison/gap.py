@@ -31,6 +31,7 @@ FloatArray = NDArray[np.float64]
 WINDOW = 0.1
 CONFIDENCE = 0.95
 NOISE_POINTS = 100
+FEWEST_COSINES, MOST_COSINES = 4, 16  # more of them make a narrower band where the noise forgets fast, a false one else
 CURVE_POINTS = 100
 
 
@@ -112,7 +113,7 @@ def half_width(differences: FloatArray, count: int) -> float | None:
     noise = differences[-points:]
     centred = np.arange(points) - (points - 1) / 2
     noise = noise - noise.mean() - centred * (centred @ noise) / (centred @ centred)
-    cosines = min(points - 2, max(4, math.isqrt(points) // 2))
+    cosines = min(points - 2, MOST_COSINES, max(FEWEST_COSINES, math.isqrt(points) // 2))
     frequencies = np.arange(2, cosines + 2)[:, None]
     basis = math.sqrt(2 / points) * np.cos(np.pi * frequencies * (np.arange(points) + 0.5) / points)
     power = float(np.mean((basis @ noise) ** 2))

@@ -21,13 +21,14 @@ from nvfp4_train.comparison.gap import WINDOW, align, before_window, gap_curve
 from nvfp4_train.comparison.match import smooth
 from nvfp4_train.comparison.quant import HeatMap
 from nvfp4_train.comparison.result import Comparison, RunResult
-from nvfp4_train.comparison.runs import Curve, Run
+from nvfp4_train.comparison.runs import Run
 
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 LINES = ("-", "--", "-.", ":")
 BASELINE_COLOR = "#000000"
 MAX_POINTS = 4000
 SHOWN_FROM = 0.02  # of the tokens: the axes are scaled to what comes after
+SHOWN_GAPS_FROM = 0.2
 
 
 def _style(index: int) -> dict[str, Any]:
@@ -137,55 +138,53 @@ def _mark_switches(axes: Axes, comparison: Comparison) -> None:
 
 
 def gap_figure(comparison: Comparison) -> Figure:
-    """Relative gap over tokens: at each place that of the last 10% until there, with its band; dots are validation."""
-    title = (
-        f"Gap to {comparison.baseline.name}; each point: the last {WINDOW:.0%} of tokens until there; dots: validation"
-    )
+    """Relative gap over tokens: at each place that of the last 10% until there, with its band; dots are validation.
+
+    Several seeds have a thin line each, and the band of their spread at the end.
+    """
+    title = f"Gap to {comparison.baseline.name}; each point: the last {WINDOW:.0%} until there; dots: validation"
     figure, axes = _figure(title, "gap (% of the baseline's loss; above 0: worse)")
-    lows, highs, windows = [0.0], [0.0], set()
+    heights = [np.zeros(1)]
     for number, result in enumerate(comparison.runs):
-        style = _style(number)
-        for index, (baseline, run) in enumerate(result.pairs if result.train else ()):
-            assert result.train is not None
-            tokens, values, low, high = _gap_columns(baseline.train, run.train)
-            single = len(result.pairs) == 1
-            axes.plot(
-                tokens, values, label=None if index else _gap_label(result), linewidth=1.6 if single else 0.9, **style
-            )
-            if single:
-                axes.fill_between(tokens, low, high, color=style["color"], alpha=0.18, linewidth=0)
-            _dots(axes, baseline.val, run.val, style["color"])
-            shown = tokens >= 2 * WINDOW * tokens[-1]
-            lows.append(float(np.nanmin(np.fmin(low, values)[shown])))
-            highs.append(float(np.nanmax(np.fmax(high, values)[shown])))
-            if index == 0 and not single:
-                gap = result.train.gap
-                axes.errorbar(tokens[-1], gap.value, yerr=gap.half_width, color=style["color"], capsize=5, marker="s")
-            windows.add((before_window(int(tokens[-1])), tokens[-1]))
-    for start, end in windows:
-        axes.axvspan(start, end, color="#888888", alpha=0.12, linewidth=0, zorder=0)
+        heights += _draw_gap(axes, result, _style(number))
+    ends = {min(pair[0].train.tokens[-1], pair[1].train.tokens[-1]) for run in comparison.runs for pair in run.pairs}
+    for end in ends:
+        axes.axvspan(before_window(int(end)), end, color="#888888", alpha=0.12, linewidth=0, zorder=0)
     axes.axhline(0, color=BASELINE_COLOR, linewidth=1)
-    _set_range(axes, lows, highs)
+    _set_range(axes, [float(np.nanmin(values)) for values in heights], [float(np.nanmax(values)) for values in heights])
     _mark_switches(axes, comparison)
     _add_legend(figure)
     return figure
 
 
-def _gap_columns(baseline: Curve, run: Curve) -> tuple[NDArray[np.float64], ...]:
-    """Tokens, values, low and high ends of the gap along a run; NaN where there is no band."""
-    tokens, gaps = gap_curve(align(baseline, run))
-    rows = [
-        (gap.value, np.nan if gap.low is None else gap.low, np.nan if gap.high is None else gap.high) for gap in gaps
-    ]
-    values, low, high = np.array(rows, dtype=float).T
-    return tokens, values, low, high
-
-
-def _dots(axes: Axes, baseline: Curve, run: Curve, color: str) -> None:
-    aligned = align(baseline, run)
-    if len(aligned):
-        gaps = 100 * (aligned.run - aligned.baseline) / aligned.baseline
-        axes.plot(aligned.tokens, gaps, "o", markersize=3.5, markerfacecolor="white", color=color, alpha=0.8)
+def _draw_gap(axes: Axes, result: RunResult, style: dict[str, Any]) -> list[NDArray[np.float64]]:
+    """Draw one run; returns the heights that must be visible."""
+    if result.train is None:
+        axes.plot([], [], label=f"{result.name}: diverged", **style)
+        return []
+    gap, color, single = result.train.gap, style["color"], len(result.pairs) == 1
+    heights = []
+    for index, (baseline, run) in enumerate(result.pairs):
+        tokens, gaps = gap_curve(align(baseline.train, run.train))
+        values = np.array([gap.value for gap in gaps])
+        label = None if index else _gap_label(result)
+        axes.plot(tokens, values, label=label, linewidth=1.6 if single else 0.9, **style)
+        low, high = values, values
+        if single:  # a gap that has no band keeps its line
+            low = np.array([gap.value if gap.low is None else gap.low for gap in gaps])
+            high = np.array([gap.value if gap.high is None else gap.high for gap in gaps])
+            axes.fill_between(tokens, low, high, color=color, alpha=0.18, linewidth=0)
+        shown = tokens >= SHOWN_GAPS_FROM * tokens[-1]
+        heights += [low[shown], high[shown]]
+        val = align(baseline.val, run.val)
+        if len(val):
+            dots = 100 * (val.run - val.baseline) / val.baseline
+            axes.plot(val.tokens, dots, "o", markersize=3.5, markerfacecolor="white", color=color, alpha=0.8)
+            heights.append(dots[-1:])
+    if not single:
+        axes.errorbar(tokens[-1], gap.value, yerr=gap.half_width, color=color, capsize=5, marker="s")
+        heights.append(np.array([gap.low, gap.high], dtype=float))
+    return heights
 
 
 def _gap_label(result: RunResult) -> str:

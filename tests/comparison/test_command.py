@@ -38,12 +38,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_run(folder / "one", curve[1][:1], settings=other)
     make_run(folder / "late", curve[1], settings=other, first_step=5000)
     make_run(folder / "other_seed", losses(steps=STEPS, batch_seed=9, own_seed=9), settings=config(9), batch_seed=9)
-    diverged = curve[1].copy()
-    diverged[300:] = np.nan
-    make_run(folder / "diverged", diverged, settings=other)
-    skipped = curve[1].copy()
-    skipped[[50, 390]] = np.nan
-    make_run(folder / "skipped", skipped, settings=other)
+    for name, bad in (
+        ("diverged", slice(300, 400)),
+        ("ends_badly", [399]),
+        ("most_bad", slice(365, 395)),
+        ("skipped", [50, 390]),
+    ):
+        values = curve[1].copy()
+        values[bad] = np.nan
+        make_run(folder / name, values, settings=other)
     for seed in (1, 2, 3):
         own = losses(steps=STEPS, batch_seed=seed, own_seed=10 + seed)
         make_run(folder / "base_seeds" / f"s{seed}", own, settings=config(seed), batch_seed=seed)
@@ -170,6 +173,8 @@ def test_a_run_that_diverged(runs: Path, out: Path, capsys: pytest.CaptureFixtur
     assert run["tokens_to_match"] is None
     assert any("diverged" in note for note in run["notes"])
     assert "diverged" in capsys.readouterr().out
+    assert compare(runs, "base ends_badly most_bad", out) == 0
+    assert [run["gap"]["train"] for run in result(out)["runs"]] == [None, None]
     assert compare(runs, "diverged base", out) == 2
     assert "the baseline diverged" in capsys.readouterr().err
 

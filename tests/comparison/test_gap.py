@@ -102,7 +102,7 @@ def test_a_run_against_itself_has_no_gap_and_no_band() -> None:
 
 def test_half_width_against_a_plain_loop() -> None:
     rng = np.random.default_rng(3)
-    noise = rng.standard_normal(400)
+    noise = rng.standard_normal(400) + 0.05 * np.arange(400)
     slope, level = np.polyfit(np.arange(400), noise, 1)
     residual = noise - level - slope * np.arange(400)
     powers = []
@@ -146,6 +146,13 @@ def test_align_takes_shared_tokens_and_leaves_out_what_is_not_finite() -> None:
     assert aligned.tokens.tolist() == [20, 40]
     assert aligned.baseline.tolist() == [3.0, 2.0]
     assert aligned.run.tolist() == [3.5, 2.5]
+
+
+def test_align_does_not_interpolate_over_steps_that_one_run_skipped() -> None:
+    tokens = np.arange(10, 70, 10)
+    baseline = Curve(tokens // 10, tokens, np.array([6.0, 5.0, np.nan, 3.0, 2.0, 1.0]))
+    run = Curve(tokens // 10, tokens, np.array([6.0, 5.0, 4.0, np.nan, 2.0, 1.0]))
+    assert align(baseline, run).tokens.tolist() == [10, 20, 50, 60]
 
 
 def test_align_interpolates_where_steps_differ() -> None:

@@ -82,4 +82,8 @@ def test_smoothing_averages_noise_within_a_tenth_of_the_tokens() -> None:
 
 def test_smoothing_leaves_few_points_alone_and_drops_what_is_not_finite() -> None:
     assert smooth(curve(np.array([3.0, np.nan, 2.0, 1.0]), TOKENS[:4])).tolist() == [3.0, 2.0, 1.0]
+    close = np.array([100, 101, 102, 103])
+    zigzag = np.array([1.0, 3.0, 2.0, 4.0])
+    assert smooth(curve(zigzag[:3], close[:3])).tolist() == [1.0, 3.0, 2.0]
+    assert smooth(curve(zigzag, close)) == pytest.approx([1.3, 2.1, 2.9, 3.7])
     assert len(smooth(curve(np.array([np.nan]), TOKENS[:1]))) == 0
