@@ -72,8 +72,8 @@ def choose_checkpoint(run: Path, step: int | None, say: Say) -> Path:
     root = run / "checkpoints"
     if step is None:
         newest, problems = checkpoint_files.newest_whole(root)
-        for problem in problems:
-            say(f"passed over {problem}")
+        for passed_over in problems:
+            say(f"passed over {passed_over}")
         if newest is None:
             raise CheckpointError(f"{run} has no checkpoint yet")
         return newest
