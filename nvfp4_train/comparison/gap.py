@@ -48,6 +48,14 @@ class Gap:
         """Half of the band, in points of a percent."""
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
 
+    def __str__(self) -> str:
+        """`+1.08 ± 0.11`, or with a third digit where the band is that narrow."""
+        half = self.half_width
+        if half is None:
+            return f"{self.value:+.2f}"
+        digits = 2 if half >= 0.1 else 3
+        return f"{self.value:+.{digits}f} ± {half:.{digits}f}"
+
 
 @dataclass(frozen=True)
 class Aligned:

@@ -189,9 +189,7 @@ def _draw_gap(axes: Axes, result: RunResult, style: dict[str, Any]) -> list[NDAr
 
 def _gap_label(result: RunResult) -> str:
     assert result.train is not None
-    gap = result.train.gap
-    band = "" if gap.half_width is None else f" ± {gap.half_width:.2f}"
-    return f"{result.name}: {gap.value:+.2f}{band} %" + ("" if result.paired else " (unpaired)")
+    return f"{result.name}: {result.train.gap} %" + ("" if result.paired else " (unpaired)")
 
 
 def heat_figure(heat: HeatMap) -> Figure:

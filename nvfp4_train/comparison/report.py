@@ -31,24 +31,16 @@ def _row(run: RunResult) -> tuple[str, ...]:
         run.name,
         "yes" if run.paired else "no",
         seeds,
-        _loss(run.train) or missing,
-        gap_text(run.train) or missing,
-        _loss(run.val) or "-",
-        gap_text(run.val) or "-",
+        _loss(run.train) if run.train else missing,
+        str(run.train.gap) if run.train else missing,
+        _loss(run.val) if run.val else "-",
+        str(run.val.gap) if run.val else "-",
         "not reached" if run.match.factor is None else f"x {run.match.factor:.2f}",
     )
 
 
-def _loss(measured: Measured | None) -> str:
-    return f"{measured.baseline_loss:.4f} → {measured.run_loss:.4f}" if measured else ""
-
-
-def gap_text(measured: Measured | None) -> str:
-    """A gap with its band: `+0.98 ± 0.04`; empty for none."""
-    if measured is None:
-        return ""
-    half = measured.gap.half_width
-    return f"{measured.gap.value:+.2f}" + ("" if half is None else f" ± {half:.2f}")
+def _loss(measured: Measured) -> str:
+    return f"{measured.baseline_loss:.4f} → {measured.run_loss:.4f}"
 
 
 def terminal_table(comparison: Comparison) -> Table:

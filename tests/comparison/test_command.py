@@ -100,7 +100,7 @@ def test_a_paired_run(runs: Path, out: Path, capsys: pytest.CaptureFixture[str])
     assert run["seeds"] == [1]
     assert {path.name for path in out.iterdir()} == FILES
     printed = capsys.readouterr().out
-    assert re.search(r"a .*yes.*\+\d\.\d\d ± 0\.\d\d.*\+3\.00", printed)
+    assert re.search(r"a .*yes.*\+\d\.\d+ ± 0\.\d+.*\+3\.000", printed)
 
 
 def test_several_runs_at_once(runs: Path, out: Path) -> None:

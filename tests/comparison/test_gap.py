@@ -95,6 +95,12 @@ def test_value_is_the_relative_difference_of_the_means_of_the_window() -> None:
     assert gap.value == pytest.approx(25.0)
 
 
+def test_gap_as_text() -> None:
+    assert str(Gap(1.0, 0.8, 1.2)) == "+1.00 ± 0.20"
+    assert str(Gap(-0.2, -0.204, -0.196)) == "-0.200 ± 0.004"
+    assert str(Gap(0.5)) == "+0.50"
+
+
 def test_a_run_against_itself_has_no_gap_and_no_band() -> None:
     same = curve(losses())
     assert window_gap(align(same, same)) == Gap(0.0, 0.0, 0.0)
