@@ -63,6 +63,15 @@ def natural_tile(format_name: str) -> tuple[int, int] | None:
     return None if block is None else (1, block)
 
 
+def layout_independent(spec: Any) -> bool:
+    """Whether quantizing x^T by a `QuantSpec` gives the transpose of quantizing x: one copy then serves two GEMMs."""
+    exact = (
+        spec.rounding == "nearest" and spec.rotation is None and spec.scaling == "tensor" and spec.correction is None
+    )
+    whole = spec.format in ("bf16", "fp8_current", "fp8_delayed")
+    return exact and (whole or (spec.tile is not None and spec.tile[0] == spec.tile[1]))
+
+
 def unknown_name(kind: str, value: object, known: tuple[str, ...]) -> str:
     """Message about a name that is none of `known`, with the nearest one."""
     near = difflib.get_close_matches(str(value), known, n=1)

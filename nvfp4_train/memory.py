@@ -1,0 +1,161 @@
+"""Memory a rank needs, in closed form, without allocating anything. No torch here.
+
+Counted is what training holds in tensors; what libraries take for themselves (a CUDA context, Python) is not.
+
+Parameters: 16 bytes each, the FP32 weight, its gradient and Adam's two moments.
+
+Weights as the GEMMs take them, made once a step: 2 bytes a value on a GPU, 4 on a CPU and for FP8 blocks; one copy of a
+linear whose forward and dgrad multiply the same values (16x16 and 128x128 tiles, whole-tensor scales, BF16), else two.
+
+Activations kept for the backward pass, bytes a token, h the hidden size, f the FFN's, q and k the widths of queries and
+of keys, i Mamba's inner width, P its projection's, c its convolution's channels, n its state, V the padded vocabulary:
+
+    norm before each block and at the end    4 h (FP32 input) + 2 h (output); on a CPU 4 h more
+    -   feed-forward                         4 f
+    *   attention                            2 (q + 2 k) + 2 q + 2 k as the products take them, 4 q + 4 a head after;
+                                             on a CPU 8 q + 8 k + 2 q + 4 a head
+    M   mamba-ssm's kernels                  2 P + 2 i, and 10 i in the norm after
+        PyTorch's scan                       4 P + 8 c + 8 a head + 8 i + 4 i n / chunk, and 10 i in the norm after
+    the loss                                 4 V
+
+An operand that is kept quantized takes 4 bytes instead of 2 on a CPU. `model.recompute=full` keeps 2 h a block, and one
+block at a time in full; `selective` keeps the inputs of feed-forward and attention products alone.
+
+Working memory: the largest that one linear needs beside all this: its output and gradients in FP32 and BF16, the FP32
+stand-in of its weight gradient. Adam's own temporaries, 4 bytes a parameter, come when the activations are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from models.config import ModelConfig
+from models.shapes import (
+    ATTENTION,
+    MAMBA,
+    block_letters,
+    count_parameters,
+    mamba_conv_channels,
+    mamba_in_proj_width,
+    mamba_inner_size,
+    num_blocks,
+    padded_vocab_size,
+    query_width,
+)
+from nvfp4_train.precision.assignment import LinearPrecision
+from nvfp4_train.precision.formats import layout_independent
+
+PARAMETER_PARTS = {"weights": 4, "gradients": 4, "moments": 8}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the sizes depend on besides model and recipe. `kernels`: mamba_ssm or torch."""
+
+    cuda: bool = True
+    kernels: str = "mamba_ssm"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes a rank needs, by part. `activations`: of one micro-batch; `working`: beside them, at the largest linear."""
+
+    weights: int
+    gradients: int
+    moments: int
+    weight_cache: int
+    activations: int
+    working: int
+    optimizer_step: int
+
+    @property
+    def total(self) -> int:
+        """The most that is held at once: in a backward pass, or in the optimizer's step after it."""
+        held = self.weights + self.gradients + self.moments + self.weight_cache
+        return held + max(self.activations + self.working, self.optimizer_step)
+
+
+def memory(
+    model: ModelConfig, assignments: Sequence[LinearPrecision], tokens: int, machine: Machine = Machine()
+) -> Memory:
+    """What one rank holds that has the whole model and micro-batches of `tokens` tokens."""
+    parameters = count_parameters(model)
+    states = {part: size * parameters for part, size in PARAMETER_PARTS.items()}
+    cache = sum(_cached_weight(linear, machine) for linear in assignments)
+    return Memory(
+        **states,
+        weight_cache=cache,
+        activations=round(tokens * activation_bytes(model, assignments, machine)),
+        working=_working(assignments, tokens),
+        optimizer_step=4 * parameters,
+    )
+
+
+def _value_size(linear: LinearPrecision, gemm: str, operand: str, machine: Machine) -> int:
+    """Bytes of one value as a GEMM takes it."""
+    return 4 if not machine.cuda or linear.operands[gemm][operand].format == "fp8_block" else 2
+
+
+def _cached_weight(linear: LinearPrecision, machine: Machine) -> int:
+    forward, backward = linear.operands["fprop"]["weight"], linear.operands["dgrad"]["weight"]
+    shared = forward == backward and layout_independent(forward)
+    gemms = ("fprop",) if shared else ("fprop", "dgrad")
+    return (
+        linear.in_features * linear.out_features * sum(_value_size(linear, gemm, "weight", machine) for gemm in gemms)
+    )
+
+
+def _working(assignments: Sequence[LinearPrecision], tokens: int) -> int:
+    """FP32 accumulator and BF16 result of the output, both factors of its gradient, the weight gradient's stand-in."""
+    return max(linear.out_features * (tokens * (4 + 2 + 4) + 4 * linear.in_features) for linear in assignments)
+
+
+def activation_bytes(model: ModelConfig, assignments: Sequence[LinearPrecision], machine: Machine = Machine()) -> float:
+    """Bytes a token of what the forward pass keeps for the backward pass, with the block that full recompute holds."""
+    norm = (6 if machine.cuda else 10) * model.hidden_size
+    ends = norm + 4 * padded_vocab_size(model)
+    blocks = [norm + block_bytes(model, letter, machine) for letter in block_letters(model)]
+    if not machine.cuda:  # of these, 2 bytes a value are counted in the blocks
+        for linear in assignments:
+            if linear.block is not None and kept_quantized(linear):
+                blocks[linear.block] += 2 * linear.in_features
+    if model.recompute == "full":
+        return ends + 2 * model.hidden_size * num_blocks(model) + max(blocks)
+    return ends + sum(blocks)
+
+
+def kept_quantized(linear: LinearPrecision) -> bool:
+    """Whether the forward pass keeps the values it multiplied, not the input itself."""
+    forward, backward = linear.operands["fprop"]["input"], linear.operands["wgrad"]["input"]
+    if forward.format == "bf16":
+        return False
+    return backward.source == "decoded" or (forward == backward and layout_independent(forward))
+
+
+def block_bytes(model: ModelConfig, letter: str, machine: Machine) -> float:
+    """Bytes a token that one block keeps besides its norm."""
+    selective = model.recompute == "selective"
+    if letter == ATTENTION:
+        query, key, heads = query_width(model), model.num_query_groups * model.head_dim, model.num_attention_heads
+        packed = 2 * (query + 2 * key) + 2 * query + 2 * key
+        if selective:
+            return packed + 2 * query
+        return packed + 4 * query + 4 * heads if machine.cuda else 10 * query + 8 * key + 4 * heads
+    if letter != MAMBA:
+        return 0 if selective else 4 * model.ffn_hidden_size
+    inner, projected = mamba_inner_size(model), mamba_in_proj_width(model)
+    if machine.kernels == "mamba_ssm":
+        return 2 * projected + 12 * inner
+    scan = 4 * inner * model.mamba_state_dim / model.mamba_chunk_size
+    return 4 * projected + 8 * mamba_conv_channels(model) + 8 * model.mamba_num_heads + 18 * inner + scan
+
+
+def by_recompute(
+    model: ModelConfig, assignments: Sequence[LinearPrecision], tokens: int, machine: Machine = Machine()
+) -> dict[str, int]:
+    """Activations of a micro-batch for each setting of `model.recompute`."""
+    return {
+        mode: round(tokens * activation_bytes(replace(model, recompute=mode), assignments, machine))
+        for mode in ("none", "selective", "full")
+    }
