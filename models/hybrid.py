@@ -83,20 +83,25 @@ class LanguageModel(HybridModel):
         super().__init__(config, spec, vocab_size=padded_vocab_size(model), position_embedding_type="none", **kwargs)
         self.real_vocab_size = model.vocab_size
         if self.post_process:
-            # HybridModel names Megatron's class itself: put the given one in its place, and mark its weight again.
-            self.output_layer = linears.column(
-                config.hidden_size,
-                self.vocab_size,
-                config=config,
-                init_method=config.init_method,
-                bias=False,
-                skip_bias_add=False,
-                gather_output=False,
-                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
-                tp_group=self.pg_collection.tp,
-                name="output_layer",
-            )
-            self.setup_embeddings_and_output_layer()
+            self._replace_output_layer(config, linears.column)
+
+    def _replace_output_layer(self, config: TransformerConfig, column: type) -> None:
+        """HybridModel names Megatron's class itself: put the given one in its place, with the marks of its weight."""
+        marks = vars(self.output_layer.weight) if self.output_layer.weight is not None else {}
+        self.output_layer = column(
+            config.hidden_size,
+            self.vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            gather_output=False,
+            skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+            tp_group=self.pg_collection.tp,
+            name="output_layer",
+        )
+        for name, value in marks.items():
+            setattr(self.output_layer.weight, name, value)
 
     def forward(
         self,
@@ -182,7 +187,7 @@ def build_model(
         )
     if device.type != "meta":
         rank = parallel_state.get_tensor_model_parallel_rank()
-        initialize(_initial_names(model), seed=seed, config=config, rank=rank, ranks=tensor)
+        initialize(initial_names(model), seed=seed, config=config, rank=rank, ranks=tensor)
     return model
 
 
@@ -301,7 +306,7 @@ def named_linears(model: HybridModel) -> dict[str, nn.Module]:
     return {name: found[name] for name in [*names, "output_layer"] if name in found}
 
 
-def _initial_names(model: HybridModel) -> Iterator[tuple[str, nn.Parameter]]:
+def initial_names(model: HybridModel) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters by global name; the last stage's copy of a tied embedding goes by the embedding's name."""
     for name, parameter in model.named_parameters():
         tied = name == "output_layer.weight" and model.share_embeddings_and_output_weights

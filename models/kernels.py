@@ -131,23 +131,24 @@ def _outputs_and_gradients(core: MixerCore, config: ModelConfig, device: torch.d
         return torch.randn(*shape, generator=generator).to(device)
 
     heads, channels = config.mamba_num_heads, mamba_conv_channels(config)
-    length = 2 * config.mamba_chunk_size + 3
-    inputs = {
-        "the input's": normal(length, 2, mamba_in_proj_width(config)).to(ACTIVATION_DTYPE),
-        "the convolution weight's": normal(channels, 1, config.mamba_conv_width) / 2,
-        "the convolution bias's": normal(channels) / 2,
-        "dt_bias's": normal(heads) - 3,
-        "A_log's": normal(heads).abs(),
-        "D's": normal(heads),
+    projected = normal(2 * config.mamba_chunk_size + 3, 2, mamba_in_proj_width(config)).to(ACTIVATION_DTYPE)
+    parameters: dict[str, Any] = {
+        "conv_weight": normal(channels, 1, config.mamba_conv_width) / 2,
+        "conv_bias": normal(channels) / 2,
+        "dt_bias": normal(heads) - 3,
+        "A_log": normal(heads).abs(),
+        "D": normal(heads),
     }
-    leaves = [tensor.requires_grad_() for tensor in inputs.values()]
     sizes: dict[str, Any] = {
         "head_dim": config.mamba_head_dim,
         "state_dim": config.mamba_state_dim,
         "num_groups": config.mamba_num_groups,
         "chunk_size": config.mamba_chunk_size,
     }
-    y = core(leaves[0], MambaWeights(*leaves[1:], **sizes))
-    gradients = torch.autograd.grad(y, leaves, normal(*y.shape).to(y.dtype))
-    named = {f"{name} gradient": gradient.float() for name, gradient in zip(inputs, gradients, strict=True)}
+    leaves = {"input": projected, **parameters}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    y = core(projected, MambaWeights(**parameters, **sizes))
+    gradients = torch.autograd.grad(y, list(leaves.values()), normal(*y.shape).to(y.dtype))
+    named = {f"the gradient of {name}": gradient.float() for name, gradient in zip(leaves, gradients, strict=True)}
     return {"the output": y.detach().float(), **named}

@@ -43,7 +43,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = CPU
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            name = func(*args)
+            return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.cuda:
             return args[0]
         return func(*args, **kwargs)

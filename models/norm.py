@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=torch.float32, device=parameter_device(config)))
         # Megatron sums the gradients of weights that see only their rank's share of the tokens.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize [..., hidden_size]."""

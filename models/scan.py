@@ -6,9 +6,9 @@ Head by head, with a state h of [head size, state size] that starts at zero:
     y_t = h_t C_t + D x_t
 
 Inside a chunk of q tokens this is a masked matrix product, y_i = sum over j <= i of (C_i . B_j) exp(s_i - s_j) dt_j x_j
-with s the running sum of dt A; between chunks only the state is carried. Logarithms are summed inside a chunk, subtracted
-and masked before the exponential: a difference s_i - s_j with j <= i is never positive, so nothing overflows however
-long the sequence or strong the decay.
+with s the running sum of dt A; between chunks only the state is carried. Logarithms are summed inside a chunk,
+subtracted and masked before the exponential: a difference s_i - s_j with j <= i is never positive, so nothing overflows
+however long the sequence or strong the decay.
 
 The gradient is written by hand: it keeps the inputs, the result and one state a chunk, and builds the decay matrices
 [q, q] of each head again. Time is the last dimension inside a chunk, so that the heads of a group, which share B and C,
