@@ -160,15 +160,15 @@ def test_validation_scores_every_token_once_whatever_the_seed(corpus: Corpus, co
     assert counted == +every
 
 
-def test_padding_of_one_sample_is_not_that_of_another(datasets: Datasets) -> None:
-    """The padded sample is read first here, and the mask of the others must still be whole."""
-    validation = datasets.validation
-    masks = [int(validation[i]["loss_mask"].sum()) for i in range(len(validation))]
-    (padded,) = [i for i, mask in enumerate(masks) if mask < LENGTH]
-    assert int(validation[padded]["loss_mask"].sum()) == masks[padded]
-    assert [int(validation[i]["loss_mask"].sum()) for i in range(len(validation))] == masks
+def test_padding_of_one_sample_is_not_that_of_another(corpus: Corpus, config: DataConfig) -> None:
+    """The padded sample is read first here, and the masks of the others must still be whole."""
+    validation = build_datasets(corpus, config, seed=1, train_samples=12, validation_samples=1000).validation
+    padded = validation.shuffle_index.tolist().index(len(validation) - 1)
+    valid = (corpus.validation.tokens - 1) % LENGTH
+    for i in (padded, *range(len(validation))):
+        assert int(validation[i]["loss_mask"].sum()) == (valid if i == padded else LENGTH)
     assert int(validation[None]["loss_mask"].sum()) == 0
-    assert int(validation[0]["loss_mask"].sum()) == masks[0]
+    assert int(validation[(padded + 1) % len(validation)]["loss_mask"].sum()) == LENGTH
 
 
 @pytest.mark.parametrize("data_size", [1, 3])

