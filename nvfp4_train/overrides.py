@@ -119,7 +119,7 @@ def _checked_one(override: Override, groups: Groups) -> str:
             f"{text}: several values are several runs: add --multirun. If one list is meant, write {key}=[...]."
         )
     if key in groups.options:
-        return text if override.is_delete() else _checked_choice(key, override, groups)
+        return f"~{key}" if override.is_delete() else _checked_choice(key, override, groups)
     hint = key_types(RunConfig).get(key)
     if hint is None:
         raise _unknown(key, groups)

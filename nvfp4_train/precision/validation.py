@@ -116,7 +116,8 @@ def check_choices(found: Any) -> None:
     """
     for knob in KNOBS:
         value = _at(found, knob)
-        choices = tuple(_at(found, f"knobs.{knob}") or (None,))
+        offered = _at(found, f"knobs.{knob}") or (None,)
+        choices = offered if isinstance(offered, tuple) else (value,)  # another type is the schema's to refuse
         if value not in choices:
             instead = "" if choices != (None,) else " (precision=nvfp4 has this override)"
             raise PrecisionError(

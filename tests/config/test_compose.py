@@ -142,6 +142,10 @@ def test_a_plus_before_a_group_is_harmless(overrides: list[str]) -> None:
         ("name=a/b", ["name", "'a/b'"]),
         ("~optimizer.lr", ["optimizer.lr", "missing"]),
         ("~model", ["model", "missing"]),
+        ("~model=3", ["model", "missing"]),
+        ("precision.knobs.rotation=3", ["precision.knobs.rotation", "list"]),
+        ("optimizer.lr=1e400", ["optimizer.lr"]),
+        ("data.path=${x", ["data.path"]),
     ],
 )
 def test_refusals(override: str, words: list[str]) -> None:
