@@ -1,6 +1,7 @@
 """The whole configuration of a run, as frozen dataclasses. No torch here.
 
-Values live in `configs/` (Hydra groups of the same names as the fields); this file is the schema that refuses everything else.
+Values live in `configs/` (Hydra groups of the same names as the fields); this file is the schema, and what it does not
+have is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from nvfp4_train.precision.config import PrecisionConfig
 
 
 class ConfigError(ValueError):
-    """A user's mistake in the configuration or on the command line: says what was wrong, why, and what to write instead."""
+    """A user's mistake in configuration or command line: says what was wrong, why, and what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,12 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Attributes: every: steps between checkpoints, 0 for the last step alone; keep: newest checkpoints kept, 0 keeps all."""
+    """When the state is saved, besides after the last step.
+
+    Attributes:
+        every: steps between checkpoints, 0 for none.
+        keep: newest checkpoints kept, 0 keeps all.
+    """
 
     every: int
     keep: int = 2
@@ -78,7 +84,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Attributes: every: steps between evaluations, 0 for the last step alone; sequences: validation sequences scored; bf16: score in BF16 too."""
+    """When validation text is scored, besides after the last step.
+
+    Attributes:
+        every: steps between evaluations, 0 for none.
+        sequences: how many validation sequences are scored; 0 scores none.
+        bf16: score with all GEMMs in BF16 too.
+    """
 
     every: int
     sequences: int
@@ -87,10 +99,12 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Attributes:
-    wandb: auto (online with a key, else offline), online, offline or disabled.
-    project, group, name: wandb's; None for group and name takes them from the run folder.
-    health_every: steps between samples of quantization health, 0 for never.
+    """What is told to whom.
+
+    Attributes:
+        wandb: auto (online with a key, else offline), online, offline or disabled.
+        project, group, name: wandb's; None for group and name takes them from the run folder.
+        health_every: steps between samples of quantization health, 0 for never.
     """
 
     wandb: str = "auto"
@@ -102,7 +116,12 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class DebugConfig:
-    """Attributes: overfit: train on the first global batch again and again; profile: steps to profile into the run folder."""
+    """Runs that are there to find something out.
+
+    Attributes:
+        overfit: train on the first global batch again and again.
+        profile: steps to profile into the run folder.
+    """
 
     overfit: bool = False
     profile: int = 0
