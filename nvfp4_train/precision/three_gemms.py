@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nvfp4_train.precision.assignment import LinearPrecision
 from nvfp4_train.precision.config import Operand, QuantSpec
+from nvfp4_train.precision.formats import layout_independent
 from nvfp4_train.precision.gemm import gemm
 from nvfp4_train.precision.quantizer import quantize_values
 from nvfp4_train.precision.rounding import element_key
@@ -46,15 +47,6 @@ class Factor(NamedTuple):
         if self.scale is None:
             return wide
         return wide * (self.scale[:, None] if self.scale.dim() == 1 else self.scale)
-
-
-def layout_independent(spec: QuantSpec) -> bool:
-    """Whether quantizing x^T gives the transpose of quantizing x, so that one copy serves two GEMMs."""
-    exact = (
-        spec.rounding == "nearest" and spec.rotation is None and spec.scaling == "tensor" and spec.correction is None
-    )
-    whole = spec.format in ("bf16", "fp8_current", "fp8_delayed")
-    return exact and (whole or (spec.tile is not None and spec.tile[0] == spec.tile[1]))
 
 
 def is_random(spec: QuantSpec) -> bool:
@@ -172,7 +164,7 @@ class ThreeGemms:
 
         if is_random(operand) or not self.runtime.cache_weights:
             return make()
-        key = (operand, 1 if layout_independent(operand) else axis, call.passes.forward)
+        key = (operand, 1 if layout_independent(operand) else axis)
         return self._weights.get(weight, self.runtime.epoch, key, make)
 
     def _kept(self, kept: Factor, call: Call) -> Factor:

@@ -65,16 +65,17 @@ def test_saturated_values() -> None:
     x = torch.full((1, 32), 1.0)
     x[0, :3] = torch.tensor([6.3, -6.2, 6.0])
     x[0, 16] = 2688.0
-    found = _measure(x, QuantSpec("nvfp4"))
-    assert found["saturated"] == pytest.approx(2 / 32)
+    for size in (1.0, 1024.0, 2.0**-9):
+        assert _measure(x * size, QuantSpec("nvfp4"))["saturated"] == pytest.approx(2 / 32)
     assert _measure(torch.randn(64, 64), QuantSpec("mxfp8"))["saturated"] == 0  # its scales are rounded up
 
 
 def test_saturated_values_of_delayed_scaling() -> None:
     x = torch.tensor([[500.0, -449.0, 448.0, 1.0]])
     spec = QuantSpec("fp8_delayed")
-    values = quantize_values(x, spec, amax=torch.tensor(448.0))
-    assert float(statistics(x, spec, values, 1)[STATISTICS.index("saturated")]) == 0.5
+    for size in (1.0, 1024.0):
+        values = quantize_values(x * size, spec, amax=torch.tensor(448.0 * size))
+        assert float(statistics(x * size, spec, values, 1)[STATISTICS.index("saturated")]) == 0.5
 
 
 def test_flushed_block_beside_an_outlier() -> None:
