@@ -22,6 +22,7 @@ from nvfp4_train.precision.linear import QuantizedColumnParallelLinear, Quantize
 from nvfp4_train.precision.phases import PassSchedule, resolve
 from nvfp4_train.precision.report import report, summary
 from nvfp4_train.precision.runtime import PrecisionRuntime
+from nvfp4_train.precision.selftest import self_test
 
 Say = Callable[[str], None]
 
@@ -76,6 +77,7 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
     runtime = PrecisionRuntime(
         config.seed, fuse_wgrad=config.optimizer.fuse_wgrad, amax_history=config.precision.amax_history
     )
+    tested = self_test(assignments, world.device)
     model = build_model(
         config.model,
         LinearClasses(QuantizedColumnParallelLinear, QuantizedRowParallelLinear),
@@ -94,6 +96,7 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
     say(f"model {config.model.pattern}: {count_parameters(config.model):,} parameters")
     for line in (*describe_kernels(model), *summary(full_report)):
         say(line)
+    say(f"start-up test passed: {tested} combinations of formats, all three GEMMs, on {device_name(world.device)}")
     return QuantizedModel(model, runtime, assignments, passes, full_report)
 
 

@@ -55,6 +55,8 @@ def test_names_and_values_of_a_line(make: Make, capsys: pytest.CaptureFixture[st
     assert set(first) == everywhere
     assert set(last) == everywhere | {"val/loss", "val/bits_per_byte"}
     assert (first["step"], first["tokens"], last["tokens"]) == (1, 4 * 64, 2 * 4 * 64)
+    lr = config.optimizer.lr
+    assert (first["optim/lr"], last["optim/lr"]) == (lr, pytest.approx(0.01 * lr))
     assert first["train/loss"] == pytest.approx(5.55, abs=0.15)  # ln 257, and a little
     assert first["throughput/tokens_per_s"] == pytest.approx(256 / first["time/step_s"])
     assert 0.1 < first["memory/peak_gib"] < 8
