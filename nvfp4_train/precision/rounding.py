@@ -87,6 +87,13 @@ def _low(word: Word) -> Word:
     return word & _MASK
 
 
+def counter_words(index: Tensor, count: int) -> tuple[Word, Word, Word, Word]:
+    """Counter words of int64 indices below `count`; the second is the number 0 where it is 0 for all."""
+    if count <= 1 << 32:
+        return index, 0, 0, 0
+    return index & _MASK, index >> 32, 0, 0
+
+
 def random_bytes(key: int, rows: int, columns: int, *, axis: int = 1, device: torch.device | str = "cpu") -> Tensor:
     """Random bytes of every element of an operand [rows, columns], columns along the contraction.
 
@@ -106,23 +113,27 @@ def random_bytes(key: int, rows: int, columns: int, *, axis: int = 1, device: to
     across = torch.arange(blocks, dtype=torch.int64, device=device)
     down = torch.arange(rows, dtype=torch.int64, device=device) * blocks
     outer, inner = (down, across) if axis == 1 else (across, down)
-    if axis == 1:
-        words = torch.empty(rows, blocks, 4, dtype=torch.int32, device=device)
-    else:
-        words = torch.empty(blocks, 4, rows, dtype=torch.int32, device=device).transpose(1, 2)
+    shape = (rows, blocks, 16) if axis == 1 else (blocks, 16, rows)
+    out = torch.empty(shape, dtype=torch.uint8, device=device)
     step = max(1, _BATCH // max(1, len(inner)))
     for start in range(0, len(outer), step):
-        counters = outer[start : start + step, None] + inner
-        low: Word = counters
-        high: Word = 0
-        if rows * blocks > _MASK:
-            low, high = counters & _MASK, counters >> 32
-        for index, word in enumerate(philox(key, (low, high, 0, 0))):
-            words[start : start + step, :, index] = word
+        counters = counter_words(outer[start : start + step, None] + inner, rows * blocks)
+        _write_bytes(philox(key, counters), out[start : start + step], axis)
+    return out.view(rows, columns) if axis == 1 else out.view(columns, rows)
+
+
+def _write_bytes(words: tuple[Word, Word, Word, Word], out: Tensor, axis: int) -> None:
+    """Sixteen bytes of each call into uint8 `out` [m, n, 16] (axis 1) or [m, 16, n] (axis 0)."""
     if axis == 1:
-        return words.view(torch.uint8).view(rows, columns)
-    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=device).view(1, 1, 4, 1)
-    return (words.transpose(1, 2).unsqueeze(2) >> shifts).to(torch.uint8).view(columns, rows)
+        whole = out.view(torch.int32)
+        for index, word in enumerate(words):
+            whole[:, :, index] = word
+        return
+    stacked = torch.empty(len(out), 4, 1, out.shape[2], dtype=torch.int32, device=out.device)
+    for index, word in enumerate(words):
+        stacked[:, index, 0] = word
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=out.device).view(1, 1, 4, 1)
+    out.view(len(out), 4, 4, -1).copy_(stacked >> shifts)
 
 
 # Of each element type: largest value, smallest power of two with a mantissa of its own, mantissa bits.

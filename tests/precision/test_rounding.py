@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from nvfp4_train.precision.rounding import element_key, philox, random_bytes, round_nearest_, round_stochastic_
+from nvfp4_train.precision.rounding import (
+    counter_words,
+    element_key,
+    philox,
+    random_bytes,
+    round_nearest_,
+    round_stochastic_,
+)
 from tests.precision import oracles
 
 ELEMENTS = ("e2m1", "e4m3", "e5m2")
@@ -140,13 +147,19 @@ def test_random_bytes_equal_a_plain_loop_in_both_layouts(rows: int, columns: int
 
 
 def test_counters_beyond_32_bits_use_the_second_word() -> None:
-    # 2^36 elements would not fit in memory: look at single counters.
-    counter = torch.tensor([2**32 + 5, 5])
-    found = philox(77, (counter & 0xFFFFFFFF, counter >> 32, 0, 0))
-    for index, word in enumerate(found):
-        assert isinstance(word, torch.Tensor)
-        assert word[0].item() == oracles.philox((77, 0), [5, 1, 0, 0])[index]
-        assert word[1].item() == oracles.philox((77, 0), [5, 0, 0, 0])[index]
+    index = torch.tensor([2**32 + 5, 5, 2**32 - 1])
+    found = philox(77, counter_words(index, 2**33))
+    below = philox(77, counter_words(index[1:], 2**32))
+    for word, small, *expected in zip(
+        found,
+        below,
+        oracles.philox((77, 0), [5, 1, 0, 0]),
+        oracles.philox((77, 0), [5, 0, 0, 0]),
+        oracles.philox((77, 0), [2**32 - 1, 0, 0, 0]),
+        strict=True,
+    ):
+        assert torch.as_tensor(word).tolist() == expected
+        assert torch.as_tensor(small).tolist() == expected[1:]
 
 
 def test_batches_do_not_change_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
