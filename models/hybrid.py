@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from models.attention import CausalAttention
 from models.config import ModelConfig
 from models.initialization import initialize
-from models.kernels import choose_kernels
-from models.mamba import Mamba2Mixer, MambaKernels
+from models.kernels import choose_kernels, compare_kernels
+from models.mamba import Mamba2Mixer, MambaKernels, torch_core
 from models.megatron_cpu import megatron_device
 from models.norm import ACTIVATION_DTYPE, RMSNorm
-from models.shapes import BLOCK_LINEARS, num_blocks, padded_vocab_size, stage_patterns, validate
+from models.shapes import BLOCK_LINEARS, MAMBA, num_blocks, padded_vocab_size, stage_patterns, validate
 
 _BLOCK_NAME = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 LINEAR_PATHS = tuple(path for pair in BLOCK_LINEARS.values() for path, _ in pair)
@@ -76,6 +76,8 @@ class LanguageStack(HybridStack):
 
 class LanguageModel(HybridModel):
     """HybridModel whose output layer is one of the given linears and whose padded vocabulary is out of the loss."""
+
+    output_layer: Any
 
     def __init__(
         self, config: TransformerConfig, spec: ModuleSpec, linears: LinearClasses, model: ModelConfig, **kwargs: Any
@@ -163,7 +165,7 @@ def build_model(
         device: `cpu`, `cuda`, or `meta` for a model without memory and without weights.
 
     Raises:
-        ModelError: a model that can't be built or split this way, or kernels that are not there.
+        ModelError: a model that can't be built or split this way, or kernels that are not there or compute wrongly.
     """
     device = torch.device(device)
     layout = {"tensor": tensor, "pipeline": pipeline, "sequence": sequence, "context": context}
@@ -172,6 +174,8 @@ def build_model(
     assert (virtual_stage is None) == (virtual_pipeline == 1), "virtual_stage goes with virtual_pipeline"
     stage = (virtual_stage or 0) * pipeline + parallel_state.get_pipeline_model_parallel_rank()
     kernels = choose_kernels(config, device)
+    if kernels.core is not torch_core and MAMBA in config.pattern:
+        compare_kernels(config, kernels, device)
     with megatron_device(), torch.device(device):
         model = LanguageModel(
             _megatron_config(config, device, virtual_pipeline=virtual_pipeline, **layout),  # type: ignore[arg-type]

@@ -83,9 +83,9 @@ def _fused_core(kernel: Any, projected: Tensor, weights: MambaWeights) -> Tensor
 
 def _scan_core(kernel: Any, projected: Tensor, weights: MambaWeights) -> Tensor:
     """The same with torch's convolution, where causal-conv1d is not installed."""
-    z, xbc, dt = projected.transpose(0, 1).split(weights.split_sizes, dim=-1)
-    xbc = causal_convolution(xbc.float(), weights.conv_weight, weights.conv_bias)
-    xbc = F.silu(xbc).to(ACTIVATION_DTYPE)
+    z, xbc, dt = projected.split(weights.split_sizes, dim=-1)
+    xbc = F.silu(causal_convolution(xbc.float(), weights.conv_weight, weights.conv_bias)).to(ACTIVATION_DTYPE)
+    z, xbc, dt = (t.transpose(0, 1).contiguous() for t in (z, xbc, dt))
     x, B, C = xbc.split(weights.convolved_sizes, dim=-1)
     y = kernel(
         x.unflatten(-1, (-1, weights.head_dim)),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from models.config import ModelError
 from tests.models.conftest import LENGTH, TINY
@@ -134,23 +136,38 @@ def test_kernels_are_compared_with_the_reference(megatron: None) -> None:
         compare_kernels(TINY, MambaKernels(zero_gradients, "Mamba scan: bad"), device)
 
 
-def test_fused_kernel_gets_what_it_expects(megatron: None) -> None:
-    """Batch first, [channels, taps] weights, negative A, FP32 parameters; the result comes back time first."""
-    from models.kernels import _fused_core
-    from models.mamba import MambaWeights
+def scan_kernel(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, *, D: Tensor, z: Tensor, dt_bias: Tensor,
+    dt_softplus: bool,
+) -> Tensor:  # fmt: skip
+    """What mamba-ssm's mamba_chunk_scan_combined promises, batch first."""
+    assert dt_softplus
+    assert chunk_size == 16
+    x, dt, B, C, z = (t.transpose(0, 1).float() for t in (x, dt, B, C, z))
+    y = loop_over_time(x, F.softplus(dt + dt_bias), A, B, C, D) * F.silu(z)
+    return y.transpose(0, 1).bfloat16()
 
-    projected, vectors = mixer_inputs()
-    seen: dict[str, Any] = {}
 
-    def kernel(zxbcdt: torch.Tensor, *positional: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        seen.update(keywords, zxbcdt=zxbcdt, weight=positional[0], A=positional[3])
-        return zxbcdt[..., :64]
+def fused_kernel(
+    zxbcdt: Tensor, weight: Tensor, bias: Tensor, dt_bias: Tensor, A: Tensor, *, D: Tensor, chunk_size: int,
+    activation: str, headdim: int, ngroups: int, norm_before_gate: bool,
+) -> Tensor:  # fmt: skip
+    """What mamba-ssm's mamba_split_conv1d_scan_combined promises, batch first, weight [channels, taps]."""
+    assert (activation, norm_before_gate) == ("silu", False)
+    heads, channels = dt_bias.shape[0], bias.shape[0]
+    inner = heads * headdim
+    z, xbc, dt = zxbcdt.float().split((inner, channels, heads), dim=-1)
+    xbc = F.conv1d(F.pad(xbc.transpose(1, 2), (3, 0)), weight.unsqueeze(1), bias, groups=channels).transpose(1, 2)
+    x, B, C = F.silu(xbc).split((inner, (channels - inner) // 2, (channels - inner) // 2), dim=-1)
+    x, z = x.unflatten(-1, (-1, headdim)), z.unflatten(-1, (-1, headdim))
+    B, C = B.unflatten(-1, (ngroups, -1)), C.unflatten(-1, (ngroups, -1))
+    return scan_kernel(x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=True).flatten(2)
 
-    weights = MambaWeights(**vectors, head_dim=8, state_dim=12, num_groups=2, chunk_size=16)
-    y = _fused_core(kernel, projected, weights)
-    assert seen["zxbcdt"].shape == (3, LENGTH, 184)
-    assert seen["weight"].shape == (112, 4)
-    assert (seen["A"] < 0).all()
-    assert (seen["headdim"], seen["ngroups"], seen["chunk_size"]) == (8, 2, 16)
-    assert seen["norm_before_gate"] is False
-    assert torch.equal(y, projected[..., :64])
+
+def test_kernels_get_what_they_promise_to_take(megatron: None) -> None:
+    from models.kernels import _fused_core, _scan_core, compare_kernels
+    from models.mamba import MambaKernels
+
+    for core, kernel in ((_fused_core, fused_kernel), (_scan_core, scan_kernel)):
+        kernels = MambaKernels(partial(core, kernel), kernel.__name__)
+        assert compare_kernels(TINY, kernels, torch.device("cpu")) < 5e-3

@@ -1,0 +1,44 @@
+"""The model on a CUDA device: mamba-ssm's kernels against the PyTorch core, and a GPU against a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.models.conftest import load_model_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_kernels_agree_with_the_reference() -> None:
+    from models.kernels import choose_kernels, compare_kernels
+
+    pytest.importorskip("mamba_ssm")
+    device = torch.device("cuda")
+    for name in ("quickstart", "nano", "1b"):
+        config = load_model_config(name)
+        kernels = choose_kernels(config, device)
+        assert kernels.description.startswith("Mamba scan: mamba-ssm")
+        assert compare_kernels(config, kernels, device) < 1e-2
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_loss_equals_the_one_of_a_cpu(megatron: None, kernels: str) -> None:
+    from models.hybrid import build_model
+    from tests.models.plain_linears import PLAIN
+
+    config = replace(load_model_config("quickstart"), kernels=kernels)
+    tokens = torch.randint(0, config.vocab_size, (2, 257), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for device in ("cpu", "cuda"):
+        chosen = replace(config, kernels="torch") if device == "cpu" else config
+        model = build_model(chosen, PLAIN, sequence_length=256, seed=1, device=device)
+        inputs, labels = (t.contiguous().to(device) for t in (tokens[:, :-1], tokens[:, 1:]))
+        losses.append(model(inputs, labels=labels).detach().cpu())
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=0.03)
+    assert abs(losses[1].mean() - losses[0].mean()) < 1e-3
