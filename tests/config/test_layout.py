@@ -41,7 +41,7 @@ def test_a_global_batch_that_does_not_divide(base: RunConfig) -> None:
     for word in ("global_batch=10", "micro_batch=4", "data parallel 2", "4 * 2 = 8", "8 or 16", "micro_batch=1 or 5"):
         assert word in message
     assert "8 or 12" in refused(replaced(base, sizes), 1)
-    assert "8 or 16" in refused(replaced(base, {**sizes, "data.global_batch": 12}), 2), "12 is a multiple of 4, not of 8"
+    assert "8 or 16" in refused(replaced(base, {**sizes, "data.global_batch": 12}), 2), "12 is 3 * 4"
     assert "data parallel 3" in refused(replaced(base, {"parallel.tensor": 2, **sizes}), 6)
 
 
