@@ -51,7 +51,7 @@ def test_worst_first_and_a_rule_for_a_role(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    "bad", [{"flushed": 0.12}, {"saturated": 0.02}, {"sqnr_db": 12.0}, {"bias": -0.02}], ids=lambda bad: next(iter(bad))
+    "bad", [{"flushed": 0.22}, {"sqnr_db": 12.0}, {"bias": -0.02}], ids=lambda bad: next(iter(bad))
 )
 def test_each_statistic_counts_and_a_lone_linear_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: dict[str, float]
@@ -62,6 +62,13 @@ def test_each_statistic_counts_and_a_lone_linear_is_named(
     assert "decoder.layers.3.mixer.in_proj" in first
     assert first.rstrip(" │").endswith(next(iter(bad)))
     assert """'precision.rules=[{match: "decoder.layers.3.mixer.in_proj", format: mxfp8}]'""" in printed
+
+
+def test_flushed_gradients_are_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    linear = "quant/decoder.layers.0.mixer.in_proj"
+    metrics = {f"{linear}/dgrad_gradient/{key}": value for key, value in (GOOD | {"flushed": 0.5}).items()}
+    assert main([run(tmp_path, metrics)]) == 0
+    assert "Nothing stands out" in capsys.readouterr().out
 
 
 def test_eight_bits_that_are_not_enough_become_bf16_and_rules_of_the_run_stay(
