@@ -13,7 +13,7 @@ from data.corpus import check_vocabulary
 from data.loading import Datasets, build_datasets
 from data.prepare import prepare
 from models.hybrid import LinearClasses, build_model, describe_kernels, named_linears
-from models.shapes import count_parameters, flops_per_token, linear_shapes
+from models.shapes import count_parameters, flops_per_token, linear_shapes, padded_vocab_size
 from nvfp4_train.config import RunConfig
 from nvfp4_train.distributed import World
 from nvfp4_train.layout import tokens_per_step
@@ -93,7 +93,11 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
     model.config.calculate_per_token_loss = True
     model.config.finalize_model_grads_func = finalize_model_grads
     full_report = report(config.precision, assignments, flops, passes, "emulated")
-    say(f"model {config.model.pattern}: {count_parameters(config.model):,} parameters")
+    padded = padded_vocab_size(config.model)
+    say(
+        f"model {config.model.pattern}: {count_parameters(config.model):,} parameters, "
+        f"vocabulary {config.model.vocab_size} padded to {padded}"
+    )
     for line in (*describe_kernels(model), *summary(full_report)):
         say(line)
     say(f"start-up test passed: {tested} combinations of formats, all three GEMMs, on {device_name(world.device)}")
