@@ -19,8 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Elements a chunk on a CPU: its few float32 copies stay in the cache, and two threads have work.
-_CHUNK = 1 << 17
+# Elements a chunk. On a CPU its few float32 copies stay in the cache, and each call into PyTorch has enough to do;
+# elsewhere the copies are kept small beside the tensors of a training step.
+_CHUNK_CPU, _CHUNK = 1 << 18, 1 << 26
+# Blocks up to this size are compared by a pooling window on a CPU: reducing a short last dimension is slow there.
+_POOLED = 32
 
 
 @dataclass(frozen=True)
@@ -51,18 +54,22 @@ class Blocks:
         columns = self.columns if self._down and not self.square else self.columns // self.size
         return rows, columns
 
-    def chunks(self, device: torch.device, multiple: int = 1) -> Iterator[tuple[slice, slice]]:
-        """Slices of rows, and of the compact rows that belong to them: cache-sized on a CPU, everything elsewhere.
+    def chunk_rows(self, device: torch.device, multiple: int = 1) -> int:
+        """Rows to work on at a time.
 
         Args:
             device: of the matrix.
             multiple: rows that must stay together, beside the block.
         """
         together = max(multiple, self.size if self._down else 1)
-        step = max(_CHUNK // max(1, self.columns) // together, 1) * together if device.type == "cpu" else self.rows
+        size = _CHUNK_CPU if device.type == "cpu" else _CHUNK
+        return max(size // max(1, self.columns) // together, 1) * together
+
+    def chunks(self, chunk_rows: int) -> Iterator[tuple[slice, slice]]:
+        """Slices of at most `chunk_rows` rows, and of the compact rows that belong to them."""
         ratio = self.size if self._down else 1
-        for start in range(0, self.rows, max(1, step)):
-            stop = min(start + step, self.rows)
+        for start in range(0, self.rows, chunk_rows):
+            stop = min(start + chunk_rows, self.rows)
             yield slice(start, stop), slice(start // ratio, stop // ratio)
 
     def view(self, part: Tensor) -> Tensor:
@@ -107,8 +114,7 @@ class Blocks:
 
 def _largest_of_neighbours(magnitudes: Tensor, size: int) -> Tensor:
     rows, columns = magnitudes.shape
-    if magnitudes.device.type == "cpu":
-        # Four times faster there than a reduction over a short last dimension.
+    if magnitudes.device.type == "cpu" and size <= _POOLED:
         return torch.nn.functional.max_pool1d(magnitudes.view(rows, 1, columns), size).view(rows, columns // size)
     return magnitudes.view(rows, columns // size, size).amax(2)
 
@@ -123,6 +129,7 @@ class Loaded:
         block_amax: largest magnitude of each block, compact.
         amax: of the whole tensor, 0-d.
         blocks: where its blocks lie.
+        scratch: float32 [k, chunk rows, columns], k buffers for one chunk.
     """
 
     source: Tensor
@@ -130,16 +137,17 @@ class Loaded:
     block_amax: Tensor
     amax: Tensor
     blocks: Blocks
+    scratch: Tensor
 
-    def encode(self, rows: slice, compact: slice, factor: Tensor, divide: bool = False) -> Tensor:
-        """Write some rows of the source, times or divided by the compact `factor` of their blocks, to `out`.
+    def chunks(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Slices of rows, of their compact rows, and the scratch buffers [k, rows, columns] for them."""
+        for rows, compact in self.blocks.chunks(max(1, self.scratch.shape[1])):
+            yield rows, compact, self.scratch[:, : rows.stop - rows.start]
 
-        Returns:
-            Those rows of `out`.
-        """
-        source, out = self.source[rows], self.out[rows]
+    def encode(self, rows: slice, factor: Tensor, out: Tensor, divide: bool = False) -> Tensor:
+        """Some rows of the source times (or divided by) `factor`, compact numbers of those rows, into `out`."""
         operation = torch.div if divide else torch.mul
-        operation(self.blocks.view(source), self.blocks.spread(factor[compact]), out=self.blocks.view(out))
+        operation(self.blocks.view(self.source[rows]), self.blocks.spread(factor), out=self.blocks.view(out))
         return out
 
 

@@ -53,7 +53,7 @@ def scale(loaded: Loaded, amax: Tensor, key: int) -> Scaled:
     rows, columns = blocks.operand(stored).shape
     random = random_bytes(key, rows, columns, axis=blocks.axis, device=amax.device)
     corrected = torch.nan_to_num(corrected, nan=E4M3_MAX)
-    corrected = round_stochastic_(corrected, torch.empty_like(corrected), "e4m3", random)
+    corrected = round_stochastic_(corrected, corrected.new_empty(3, *corrected.shape), "e4m3", random)
     tensor = torch.where(finite, s_dec, float("nan"))
     return Scaled(divisor, corrected.to(torch.float8_e4m3fn), corrected, tensor, divide=True)
 
@@ -62,10 +62,9 @@ def _corrections(loaded: Loaded, divisor: Tensor) -> Tensor:
     """Factor c of each block's group, compact float32."""
     blocks = loaded.blocks
     squares, products = torch.empty_like(divisor), torch.empty_like(divisor)
-    buffer = Loaded(loaded.source, torch.empty_like(loaded.out), loaded.block_amax, loaded.amax, blocks)
-    for rows, compact in blocks.chunks(divisor.device):
-        y = buffer.encode(rows, compact, divisor, divide=True)
-        q = round_nearest_(y.clone(), torch.empty_like(y), "e2m1")
+    for rows, compact, (y, q, scratch) in loaded.chunks():
+        loaded.encode(rows, divisor[compact], y, divide=True)
+        round_nearest_(q.copy_(y), scratch, "e2m1")
         products[compact] = blocks.sums(q.mul_(y))
         squares[compact] = blocks.sums(y.mul_(y))
     squares, products = _group_sums(squares, blocks), _group_sums(products, blocks)

@@ -49,11 +49,9 @@ def _error(loaded: Loaded, stored: Tensor, amax: Tensor, s_enc: Tensor, measure:
     wide_amax = amax.expand(blocks.scale_shape)
     top = constant(TOP, amax)
     errors = torch.empty_like(decode)
-    # Not into `loaded.out`: the source may lie there, and the chosen scales will read it again.
-    buffer = Loaded(loaded.source, torch.empty_like(loaded.out), loaded.block_amax, loaded.amax, blocks)
-    for rows, compact in blocks.chunks(decode.device):
-        part = buffer.encode(rows, compact, encode)
-        round_nearest_(part, torch.empty_like(part), "e2m1")
+    for rows, compact, (part, scratch, _) in loaded.chunks():
+        loaded.encode(rows, encode[compact], part)
+        round_nearest_(part, scratch, "e2m1")
         view = blocks.view(part)
         view.mul_(blocks.spread(decode[compact])).mul_(blocks.spread(wide_amax[compact])).div_(top)
         part.sub_(loaded.source[rows])

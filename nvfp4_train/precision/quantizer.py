@@ -111,10 +111,13 @@ def quantize(x: Tensor, spec: QuantSpec, seed: int = 0, *, amax: Tensor | None =
         return Quantized(codes, None, _amax_of(codes), None, spec, x.shape[1])
     operand = _Operand(x.contiguous(), spec, seed, 1, amax, None)
     rows, columns = operand.shape
-    scaled_x = operand.encode(slice(None), slice(None)).clone()
-    rounded = operand.round(slice(None))[:rows, :columns]
+    negative = torch.empty_like(operand.loaded.out, dtype=torch.bool)
+    for part, compact, scratch in operand.loaded.chunks():
+        negative[part] = operand.encode(part, compact) < 0
+        operand.round(part, scratch)
+    rounded = operand.loaded.out[:rows, :columns]
     if element_of(spec) == "e2m1":
-        codes = encode_codes(rounded, scaled_x[:rows, :columns] < 0)
+        codes = encode_codes(rounded, negative[:rows, :columns])
     else:
         codes = rounded.to(fp8.DTYPES[element_of(spec)])
     return Quantized(codes, operand.scaled.stored, operand.amax, operand.scaled.tensor, spec, columns)
@@ -149,9 +152,9 @@ def quantize_values(
         return Values(values.float() if on_cpu else values, None, _amax_of(values))
     operand = _Operand(x, spec, key, axis, amax, sign_key)
     loaded, scaled = operand.loaded, operand.scaled
-    for rows, compact in loaded.blocks.chunks(x.device):
+    for rows, compact, scratch in loaded.chunks():
         operand.encode(rows, compact)
-        part = operand.round(rows)
+        part = operand.round(rows, scratch)
         if scaled.decode is not None:
             loaded.blocks.view(part).mul_(loaded.blocks.spread(scaled.decode[compact]))
     values = loaded.out
@@ -206,14 +209,14 @@ class _Operand:
 
     def encode(self, rows: slice, compact: slice) -> Tensor:
         """Scale some rows into `loaded.out`; returns them."""
-        return self.loaded.encode(rows, compact, self.scaled.encode, self.scaled.divide)
+        return self.loaded.encode(rows, self.scaled.encode[compact], self.loaded.out[rows], self.scaled.divide)
 
-    def round(self, rows: slice) -> Tensor:
+    def round(self, rows: slice, scratch: Tensor) -> Tensor:
         """Round some scaled rows of `loaded.out` to elements, in place; returns them."""
         part = self.loaded.out[rows]
         if self.bytes is None:
-            return round_nearest_(part, torch.empty_like(part), self.element)
-        return round_stochastic_(part, torch.empty_like(part), self.element, self.bytes[rows])
+            return round_nearest_(part, scratch[0], self.element)
+        return round_stochastic_(part, scratch, self.element, self.bytes[rows])
 
 
 def load(x: Tensor, spec: QuantSpec, axis: int, sign_key: int) -> tuple[Loaded, tuple[int, int]]:
@@ -243,16 +246,20 @@ def load(x: Tensor, spec: QuantSpec, axis: int, sign_key: int) -> tuple[Loaded, 
     source = out if copied else x
     signs = signs_of(spec, sign_key, x.device) if spec.rotation else None
     block_amax = torch.empty(blocks.scale_shape, dtype=torch.float32, device=x.device)
-    for part, compact in blocks.chunks(x.device, spec.rotation or 1):
+    buffers = 3 if spec.rounding == "stochastic" or spec.four_over_six or spec.correction else 1
+    scratch = out.new_empty(buffers, min(rows, blocks.chunk_rows(x.device, spec.rotation or 1)), columns)
+    amax = out.new_zeros(())
+    loaded = Loaded(source, out, block_amax, amax, blocks, scratch)
+    for part, compact, (free, *_) in loaded.chunks():
         if copied:
             out[part] = x[part]
-        scratch = torch.empty_like(out[part])
         if signs is not None:
-            rotated = rotate_(out[part], scratch, signs, axis)
+            rotated = rotate_(out[part], free, signs, axis)
             out[part] = rotated if x.dtype == torch.float32 else rotated.to(x.dtype)
-        block_amax[compact] = blocks.largest(torch.abs(source[part], out=scratch))
-    amax = block_amax.amax() if block_amax.numel() else torch.zeros((), device=x.device)
-    return Loaded(source, out, block_amax, amax, blocks), (shape[0], shape[1])
+        block_amax[compact] = blocks.largest(torch.abs(source[part], out=free))
+    if block_amax.numel():
+        torch.amax(block_amax, dim=(0, 1), out=amax)
+    return loaded, (shape[0], shape[1])
 
 
 def _amax_of(x: Tensor) -> Tensor:

@@ -165,17 +165,18 @@ def round_stochastic_(scaled: Tensor, scratch: Tensor, element: str, random: Ten
 
     Args:
         scaled: float32 y; values beyond the largest become the largest, NaN stays.
-        scratch: float32 of the same shape.
+        scratch: float32, three buffers of that shape [3, ...].
         element: e2m1, e4m3 or e5m2.
         random: uint8 r of the same shape.
     """
     limit, smallest, mantissa_bits = _GRIDS[element]
-    magnitude = torch.abs(scaled).clamp_(max=limit)
-    leading_power(magnitude, smallest, scratch).mul_(2.0**-mantissa_bits)
-    magnitude.div_(scratch)
-    dither = random.float().add_(0.5)
+    magnitude, distance, dither = scratch
+    torch.abs(scaled, out=magnitude).clamp_(max=limit)
+    leading_power(magnitude, smallest, distance).mul_(2.0**-mantissa_bits)
+    magnitude.div_(distance)
+    dither.copy_(random).add_(0.5)
     # In place of trunc of signed numbers, which PyTorch does not vectorize on a CPU.
-    torch.add(magnitude, dither, alpha=1 / 256, out=magnitude).floor_().mul_(scratch)
+    torch.add(magnitude, dither, alpha=1 / 256, out=magnitude).floor_().mul_(distance)
     return torch.copysign(magnitude, scaled, out=scaled)
 
 

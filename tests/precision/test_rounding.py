@@ -28,7 +28,7 @@ def round_nearest(y: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def round_stochastic(y: torch.Tensor, element: str, random: torch.Tensor) -> torch.Tensor:
-    return round_stochastic_(y.clone(), torch.empty_like(y), element, random)
+    return round_stochastic_(y.clone(), y.new_empty(3, *y.shape), element, random)
 
 
 # ---- nearest
