@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_ma
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
+from data.quiet import quiet
 from models.megatron_cpu import megatron_device
 from nvfp4_train import checkpoint_files as files
 from nvfp4_train.checkpoint_files import CheckpointError, Header
@@ -78,7 +79,7 @@ def save(root: Path, state: TrainingState, header: Header, keep: int, world: Wor
 
     on_main(world, prepare)
     try:
-        with megatron_device():
+        with megatron_device(), quiet():
             dist_checkpointing.save(content, str(temporary))
         on_main(world, finish)
     except (Exception, CheckpointException) as error:  # torch's is no Exception
@@ -136,7 +137,7 @@ def load_weights(path: Path, model: Any, runtime: Any) -> Loaded:
 
 def _load(path: Path, wanted: dict[str, Any], strict: str) -> dict[str, Any]:
     try:
-        with megatron_device(), _weights_only():
+        with megatron_device(), _weights_only(), quiet():
             return dist_checkpointing.load(wanted, str(path), strict=strict)
     except (CheckpointingException, CheckpointException, KeyError) as error:
         failures = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []

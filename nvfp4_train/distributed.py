@@ -63,11 +63,10 @@ def process_groups(parallel: ParallelConfig, seed: int) -> Iterator[World]:
         torch.cuda.set_device(device)
     ours = not dist.is_initialized()
     if ours:
+        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        launched = "WORLD_SIZE" in os.environ and "RANK" in os.environ
         backend = "nccl" if cuda else "gloo"
-        if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, device_id=device if cuda else None, **({} if launched else alone))
     try:
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(

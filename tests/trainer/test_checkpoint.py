@@ -120,6 +120,16 @@ def test_a_missing_moment_is_an_error(make: Make, world: World, tmp_path: Path) 
         checkpoint.load(path, state, world)
 
 
+def test_rates_and_decays_are_those_of_now(make: Make, world: World, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, state_of(make()), HEADER, 0, world).path
+    state = state_of(make())
+    now = OptimizerConfig(lr=0.5, beta1=0.8, weight_decay=0.3)
+    optimizer = build_optimizer(now, ParallelConfig(), wrap_data_parallel(state.model, ParallelConfig()))
+    checkpoint.load(path, replace(state, optimizer=optimizer), world)
+    assert sorted(group["weight_decay"] for group in optimizer.param_groups) == [0.0, 0.3]
+    assert {(group["lr"], group["betas"]) for group in optimizer.param_groups} == {(0.5, (0.8, 0.95))}
+
+
 def test_another_model_is_an_error(make: Make, world: World, tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, state_of(make()), HEADER, 0, world).path
     with pytest.raises(CheckpointError, match="does not fit"):

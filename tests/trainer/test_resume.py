@@ -71,24 +71,31 @@ def test_losses_fall_and_differ_between_recipes(make: Make) -> None:
     assert bf16[0]["train/loss"] != nvfp4[0]["train/loss"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 3), (signal.SIGINT, 2)])
 def test_a_signal_saves_once_and_the_run_goes_on(
-    number: signal.Signals, make: Make, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    step: int,
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """In step 3, which would not be saved, and in step 2, which is saved anyway."""
     whole, parts = make(run="whole"), make(run="parts")
     assert train(whole) == ExitCode.DONE
+    capsys.readouterr()
     with monkeypatch.context() as patch:
         real = trainer.run_micro_batches
 
         def signalled(*args, **kwargs):  # type: ignore[no-untyped-def]
-            if args[2].step == 2 and kwargs["training"]:
+            if args[2].step == step - 1 and kwargs["training"]:
                 os.kill(os.getpid(), number)
             return real(*args, **kwargs)
 
         patch.setattr(trainer, "run_micro_batches", signalled)
         assert train(parts) == ExitCode.INTERRUPTED
-    assert saved_steps(Path(str(parts.run_dir)) / "checkpoints") == [2, 3]
-    assert [line["step"] for line in lines(parts)] == [1, 2, 3]
+    assert capsys.readouterr().out.count(f"checkpoint step-{step:08d}") == 1
+    assert saved_steps(Path(str(parts.run_dir)) / "checkpoints") == sorted({2, step})
+    assert [line["step"] for line in lines(parts)] == list(range(1, step + 1))
     assert train(parts) == ExitCode.DONE
     assert_same_run(whole, parts)
 
