@@ -2,11 +2,12 @@
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test check
+.PHONY: help env quickstart recipes test check
 
 help:
 	@echo "make env         build .venv from requirements.lock"
 	@echo "make quickstart  train the same small hybrid in FP8 and in NVFP4 on this machine and compare the two"
+	@echo "make recipes     train it in every recipe and write the table of gaps and step times (about an hour on two cores)"
 	@echo "make test        formatting, types and all CPU tests"
 	@echo "make check       formatting and types alone"
 
@@ -17,6 +18,9 @@ env: .venv/.ready
 
 quickstart: env
 	@$(PYTHON) -m launch.quickstart
+
+recipes: env
+	@$(PYTHON) -m tests.benchmarks.recipes
 
 check: env
 	.venv/bin/ruff check .
