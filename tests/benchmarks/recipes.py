@@ -74,7 +74,7 @@ def overrides(recipe: str, seed: int, steps: int, path: Path) -> list[str]:
         f"run_dir={path}",
         "logging=off",
         "evaluation.every=0",
-        "evaluation.sequences=256",
+        "evaluation.sequences=128",
         "checkpoint.every=50",
         "checkpoint.keep=1",
     ]
@@ -137,8 +137,8 @@ def measure(recipes: Sequence[str], pairs: int, threads: int) -> dict[str, float
 
 def facts(rows: Sequence[Row], steps: int, tokens: int, threads: int, pairs: int) -> list[str]:
     """How the table came about."""
-    several = sorted(f"`{row.recipe}`" for row in rows if len(row.seeds) > 1)
-    seeds = f"several seeds for {', '.join(several)}, seed 1 alone elsewhere" if several else "seed 1"
+    several = sorted(f"`{row.recipe}` {len(row.seeds)}" for row in rows if len(row.seeds) > 1)
+    seeds = f"seeds: {', '.join(several)}, the others one" if several else "one seed"
     used = [f"{name} {number}" for name, number in versions().items() if name in ("python", "torch", "megatron-core")]
     return [
         f"Measured {datetime.date.today().isoformat()}: {steps} steps of {tokens // steps:,} tokens, {seeds}, on a CPU "
