@@ -13,7 +13,7 @@ arithmetic, in three steps that every format shares:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,18 +38,20 @@ class Values:
         scale: float32, 0-d, or one for each row of the operand (row scaling); None for 1.
         amax: float32 largest magnitude of this tensor (after rotation), 0-d, or one for each row (row scaling).
         block_scale: block scales as stored, in the operand's order; None where there are none.
+        axis: dimension along which blocks lie; the rows of the operand lie along the other.
     """
 
     values: Tensor
     scale: Tensor | None
     amax: Tensor
     block_scale: Tensor | None = None
+    axis: int = 1
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Decoded numbers in the layout of x; rows of a row-scaled operand lie along dimension 0."""
+        """Decoded numbers in the layout of x: `values * scale` in float32, then one cast to `dtype`."""
         wide = self.values.float()
         if self.scale is not None:
-            wide = wide * (self.scale if self.scale.dim() == 0 else self.scale[:, None])
+            wide = wide * (self.scale if self.scale.dim() == 0 else self.scale.unsqueeze(self.axis))
         return wide.to(dtype)
 
 
@@ -144,12 +146,12 @@ def quantize_values(
     _check(x, axis)
     if not x.is_contiguous() and x.t().is_contiguous():
         other = quantize_values(x.t(), spec, key=key, axis=1 - axis, amax=amax, sign_key=sign_key)
-        return Values(other.values.t(), other.scale, other.amax, other.block_scale)
+        return replace(other, values=other.values.t(), axis=axis)
     x = x.contiguous()
     on_cpu = x.device.type == "cpu"
     if spec.format == "bf16":
         values = x.bfloat16()
-        return Values(values.float() if on_cpu else values, None, _amax_of(values))
+        return Values(values.float() if on_cpu else values, None, _amax_of(values), None, axis)
     operand = _Operand(x, spec, key, axis, amax, sign_key)
     loaded, scaled = operand.loaded, operand.scaled
     for rows, compact, scratch in loaded.chunks():
@@ -163,7 +165,7 @@ def quantize_values(
     if not on_cpu and spec.format != "fp8_block":
         values = values.bfloat16()
     block_scale = None if scaled.stored is None else loaded.blocks.operand(scaled.stored)
-    return Values(values, scaled.tensor, operand.amax, block_scale)
+    return Values(values, scaled.tensor, operand.amax, block_scale, axis)
 
 
 class _Operand:

@@ -72,8 +72,9 @@ def rotate_(work: Tensor, scratch: Tensor, signs: Tensor, axis: int) -> Tensor:
     while half < size:
         source = work.view(groups, size // (2 * half), 2, half * inner)
         target = scratch.view(groups, size // (2 * half), 2, half * inner)
-        torch.add(source[:, :, 0], source[:, :, 1], out=target[:, :, 0])
-        torch.sub(source[:, :, 0], source[:, :, 1], out=target[:, :, 1])
+        (first, second), (total, difference) = source.unbind(2), target.unbind(2)
+        torch.add(first, second, out=total)
+        torch.sub(first, second, out=difference)
         work, scratch = scratch, work
         half *= 2
     return work
