@@ -17,6 +17,7 @@ from models.megatron_cpu import megatron_device
 from models.shapes import flops_per_token
 from nvfp4_train import checkpoint
 from nvfp4_train.checkpoint_files import Header, read_header
+from nvfp4_train.comparison.live import LiveGap
 from nvfp4_train.config import RunConfig
 from nvfp4_train.console import Console
 from nvfp4_train.distributed import World, any_rank, check_same, gather, gather_data_parallel, process_groups
@@ -71,6 +72,7 @@ class Trainer:
     def __init__(self, folder: RunFolder, world: World, console: Console) -> None:
         self.folder, self.config, self.world, self.console = folder, folder.config, world, console
         config, say = self.config, console.say
+        self.live_gap = None if config.baseline is None else self._open_baseline(config.baseline)
         start = None if folder.checkpoint is None else read_header(folder.checkpoint)
         self.step, self.samples, self.tokens, self.skipped = (
             (0, 0, 0, 0) if start is None else (start.step, start.samples, start.tokens, start.skipped)
@@ -94,6 +96,13 @@ class Trainer:
         self.metrics = MetricsFile(folder.metrics)
         if folder.checkpoint is not None:
             self._load(folder.checkpoint)
+
+    def _open_baseline(self, baseline: str) -> LiveGap:
+        """The run to log the gap against, with a line where the two will not count as paired."""
+        live_gap = LiveGap(baseline)
+        for reason in live_gap.reasons(to_mapping(self.config)):
+            self.console.warn(f"not paired with the baseline {baseline}: {reason}")
+        return live_gap
 
     def _load(self, path: Path) -> None:
         """Everything of the checkpoint at `path`, with a line for what is not as it was."""
@@ -128,6 +137,8 @@ class Trainer:
             return ExitCode.DONE
         if self.world.is_main:
             self.metrics.cut_after(self.step)
+        if self.live_gap is not None:
+            self.live_gap.restore(self.folder.path)
         self.tracker = start_tracker(
             config.logging, self.folder.path, config.name, to_mapping(config), self.world.is_main, self.console.say
         )
@@ -154,6 +165,8 @@ class Trainer:
             profile_step()
             if _due(config.evaluation.every, self.step, config.steps):
                 metrics |= self._evaluate()
+            if self.live_gap is not None:
+                metrics |= self.live_gap.update(self.step, self.tokens, metrics["train/loss"], metrics.get("val/loss"))
             if self.world.is_main:
                 self.metrics.write(metrics)
             self.tracker.log(metrics)
