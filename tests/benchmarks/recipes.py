@@ -131,7 +131,8 @@ def measure(recipes: Sequence[str], pairs: int, threads: int) -> dict[str, float
     ratios = {BASELINE: 1.0}
     for recipe, paired in step_times([name for name in recipes if name != BASELINE], pairs):
         ratios[recipe] = paired.ratio
-        print(f"step time {recipe:<22} {paired.ratio:5.2f} x {BASELINE}", flush=True)
+        low, high = paired.quartiles
+        print(f"step time {recipe:<22} {paired.ratio:5.2f} x {BASELINE} (middle half {low:.2f}-{high:.2f})", flush=True)
     return ratios
 
 
@@ -142,7 +143,7 @@ def facts(rows: Sequence[Row], steps: int, tokens: int, threads: int, pairs: int
     used = [f"{name} {number}" for name, number in versions().items() if name in ("python", "torch", "megatron-core")]
     return [
         f"Measured {datetime.date.today().isoformat()}: {steps} steps of {tokens // steps:,} tokens, {seeds}, on a CPU "
-        f"with {os.cpu_count()} cores ({', '.join(used)}). Step times with {threads} threads, {pairs} pairs of steps a "
+        f"with {os.cpu_count()} cores ({', '.join(used)}). Step times: {threads} of them, {pairs} pairs of steps a "
         "recipe.",
         reading(),
         "Runs this short show that recipes train and how they rank; the gap of a large run is another.",
