@@ -6,6 +6,10 @@ operand's tensor (or row) scale, is no power of two: folding it into the values 
 before the scales would round twice. So the scales multiply the accumulator, one after the other (their product alone
 may be denormal), and the result is rounded once.
 
+On a GPU both happen inside the GEMM, which reads its factor from device memory (`kernels/cublaslt.py`). That factor is
+one number, the product of both scales, and so must be one FP32 can hold: below 2^-126 it loses bits. Operands whose
+largest magnitudes multiply to 1e-31 would come there; a training step's gradients are far from it.
+
 On a CPU BF16 GEMMs are slow and the accumulator is not FP32 everywhere; values are FP32 there and the products are
 the same.
 """
@@ -14,6 +18,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from nvfp4_train.precision.kernels import cublaslt
 
 
 def gemm(
@@ -45,6 +51,8 @@ def gemm(
     half = a.dtype == torch.bfloat16 and b.dtype == torch.bfloat16
     if half and dtype == torch.bfloat16 and not factors and bias is None:
         return torch.mm(a, b)  # the vendor's kernel accumulates in FP32 and rounds once itself
+    if half and a.is_cuda and bias is None and all(factor.dim() == 0 for factor in factors):
+        return _scaled_inside(a, b, factors, dtype, add_to)
     product = _product(a, b, half)
     last = len(factors) if bias is None and dtype != torch.float32 else -1
     for i, factor in enumerate(factors, start=1):
@@ -56,6 +64,17 @@ def gemm(
     if add_to is not None:
         return add_to.add_(product)
     return product.to(dtype)
+
+
+def _scaled_inside(a: Tensor, b: Tensor, factors: list[Tensor], dtype: torch.dtype, add_to: Tensor | None) -> Tensor:
+    """The whole of `gemm` in one kernel, for scales that are one number each."""
+    scale = torch.mul(*factors) if len(factors) == 2 else factors[0] if factors else None
+    out = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device) if add_to is None else add_to
+    transposed = [x.stride(1) != 1 for x in (a, b)]
+    a, b = (x.t() if turn else x for x, turn in zip((a, b), transposed, strict=True))
+    return cublaslt.scaled_mm(
+        a, b, scale, transpose_a=transposed[0], transpose_b=transposed[1], out=out, accumulate=add_to is not None
+    )
 
 
 def _product(a: Tensor, b: Tensor, half: bool) -> Tensor:

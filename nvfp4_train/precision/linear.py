@@ -37,11 +37,12 @@ class _QuantizedLinear(torch.autograd.Function):
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         tp_group: dist.ProcessGroup | None,
+        trains: bool,
     ) -> Tensor:
         ctx.gemms, ctx.call = gemms, gemms.runtime.call()
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.tp_group = allreduce_dgrad, sequence_parallel, tp_group
         full = _gathered(x, tp_group) if sequence_parallel else x
-        y, kept = gemms.forward(_tokens(full), weight, bias, ctx.call)
+        y, kept = gemms.forward(_tokens(full), weight, bias, ctx.call, trains and not sequence_parallel)
         ctx.format = kept.format
         # Under sequence parallelism the shard is kept and gathered again: the whole would cost what the sharding saves.
         ctx.save_for_backward(weight, x if kept.format == "bf16" else kept.values, kept.scale)
@@ -70,7 +71,7 @@ class _QuantizedLinear(torch.autograd.Function):
             db = dy_tokens.float().sum(0)
         if work is not None:
             work.wait()
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -134,7 +135,10 @@ class _ThreeGemmMixin:
         assert gtp_remat_size == 1, "rematerialized weights are not supported"
         assert input.dtype == torch.bfloat16, f"{self.gemms.name}: activations are BF16, got {input.dtype}"
         assert weight.dtype == torch.float32, f"{self.gemms.name}: weights are FP32, got {weight.dtype}"
-        return _QuantizedLinear.apply(input, weight, bias, self.gemms, allreduce_dgrad, sequence_parallel, tp_group)
+        trains = torch.is_grad_enabled() and weight.requires_grad  # no backward pass follows recompute's first forward
+        return _QuantizedLinear.apply(
+            input, weight, bias, self.gemms, allreduce_dgrad, sequence_parallel, tp_group, trains
+        )
 
     def extra_repr(self) -> str:
         """Megatron's line, and the format of each GEMM."""

@@ -20,7 +20,7 @@ from nvfp4_train.precision.assignment import LinearPrecision
 from nvfp4_train.precision.config import Operand, QuantSpec
 from nvfp4_train.precision.formats import layout_independent
 from nvfp4_train.precision.gemm import gemm
-from nvfp4_train.precision.quantizer import quantize_values
+from nvfp4_train.precision.operands import made_together, quantize_both, quantize_operand
 from nvfp4_train.precision.rounding import element_key
 from nvfp4_train.precision.runtime import Call, PrecisionRuntime
 from nvfp4_train.precision.weights import WeightCache
@@ -76,22 +76,28 @@ class ThreeGemms:
 
     # ---- the GEMMs
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, Factor]:
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, for_wgrad: bool = True
+    ) -> tuple[Tensor, Factor]:
         """Y = X W^T + bias.
 
         Args:
             x: [tokens, in] BF16.
             weight: [out, in] FP32.
             bias: [out] or None, added to the FP32 accumulator.
+            for_wgrad: whether wgrad's factor of X may be made along with fprop's, where one kernel makes both.
 
         Returns:
-            Y [tokens, out] BF16, and what `weight_gradient` needs of X: the very factor, or x itself in format bf16.
+            Y [tokens, out] BF16, and what `weight_gradient` needs of X: its factor, or x itself in format bf16.
         """
         operand = self._operand("fprop", "input", call)
-        inputs = self._quantize(x, "fprop", "input", 1, call)
+        both = self._both(x, ("fprop", "input"), ("wgrad", "input"), call) if for_wgrad else None
+        inputs = self._quantize(x, "fprop", "input", 1, call) if both is None else both[0]
         weights = self._weight(weight, "fprop", 1, call)
         y = gemm(inputs.values, weights.values.t(), scale_a=inputs.scale, scale_b=weights.scale, bias=bias)
         self._record("fprop", inputs, weights, call)
+        if both is not None:
+            return y, both[1]
         backward = self._operand("wgrad", "input", call)
         shared = backward == operand and layout_independent(operand)
         if inputs.format != "bf16" and (shared or backward.source == "decoded"):
@@ -100,6 +106,9 @@ class ThreeGemms:
 
     def gradients(self, dy: Tensor, call: Call, dgrad: bool, wgrad: bool) -> tuple[Factor | None, Factor | None]:
         """dY [tokens, out] BF16 as the factor of those GEMMs that are wanted: along out-features, and along tokens."""
+        both = self._both(dy, ("dgrad", "gradient"), ("wgrad", "gradient"), call) if dgrad and wgrad else None
+        if both is not None:
+            return both
         along_out = self._quantize(dy, "dgrad", "gradient", 1, call) if dgrad else None
         if not wgrad:
             return along_out, None
@@ -145,12 +154,31 @@ class ThreeGemms:
             key, sign_key = self._key(f"{gemm_name}.{kind}", call), self._key(f"{gemm_name}.signs", call)
         name = f"{self.name}.{kind}"
         amax = self.runtime.delayed_amax(name) if operand.format == "fp8_delayed" else None
-        values = quantize_values(x, operand, key=key, axis=axis, amax=amax, sign_key=sign_key)
+        values = quantize_operand(
+            x, operand, key=key, axis=axis, amax=amax, sign_key=sign_key, block_scales=call.sampled
+        )
         if amax is not None:
             self.runtime.record_amax(name, values.amax, call)
         if call.sampled:
             self.runtime.health.operand(self.name, f"{gemm_name}_{kind}", x, operand, values, axis, sign_key)
         return Factor(values.values, values.scale, operand.format)
+
+    def _both(
+        self, x: Tensor, rows: tuple[str, str], columns: tuple[str, str], call: Call
+    ) -> tuple[Factor, Factor] | None:
+        """x as the factor of two GEMMs (GEMM, operand), contracted over axis 1 and over axis 0, or None where no kernel
+        makes both from one read. Health samples each operand by itself.
+        """
+        specs = self._operand(*rows, call), self._operand(*columns, call)
+        decoded = any(spec.source == "decoded" for spec in specs)
+        if call.sampled or call.evaluating or decoded or not made_together(x, *specs):
+            return None
+        keys = [
+            self._key(".".join(names), call) if is_random(spec) else 0
+            for names, spec in zip((rows, columns), specs, strict=True)
+        ]
+        first, second = quantize_both(x, *specs, *keys)
+        return Factor(first.values, first.scale, specs[0].format), Factor(second.values, second.scale, specs[1].format)
 
     def _weight(self, weight: Tensor, gemm_name: str, axis: int, call: Call) -> Factor:
         """The weight as a factor, contracted over `axis`; once a step unless it depends on the micro-batch's bits."""

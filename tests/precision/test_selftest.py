@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_train.precision import three_gemms
+from nvfp4_train.precision import operands, three_gemms
 from nvfp4_train.precision.assignment import assign
 from nvfp4_train.precision.config import PrecisionError
 from nvfp4_train.precision.gemm import gemm
@@ -49,7 +49,7 @@ def test_stochastic_rounding_that_returns_zeros_or_nan(monkeypatch: pytest.Monke
                 found.values.fill_(bad)
             return found
 
-        monkeypatch.setattr(three_gemms, "quantize_values", broken)
+        monkeypatch.setattr(operands, "quantize_values", broken)
         with pytest.raises(PrecisionError, match="dgrad in nvfp4"):
             self_test([precision("nvfp4")], "cpu")
 
@@ -59,7 +59,7 @@ def test_rotations_that_do_not_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
         kwargs["sign_key"] = kwargs["key"]  # each operand draws signs of its own
         return quantize_values(x, spec, **kwargs)
 
-    monkeypatch.setattr(three_gemms, "quantize_values", broken)
+    monkeypatch.setattr(operands, "quantize_values", broken)
     with pytest.raises(PrecisionError, match="dgrad in nvfp4"):
         self_test([precision("quartet2")], "cpu")
 

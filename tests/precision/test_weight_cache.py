@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvfp4_train.precision import three_gemms
+from nvfp4_train.precision import operands
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.precision.quantizer import quantize_values
 from nvfp4_train.precision.three_gemms import ThreeGemms
@@ -27,7 +27,7 @@ class _Counter:
             self.count += x.shape == shape
             return quantize_values(x, *args, **kwargs)
 
-        monkeypatch.setattr(three_gemms, "quantize_values", counting)
+        monkeypatch.setattr(operands, "quantize_values", counting)
 
 
 def _assert_fresh(gemms: ThreeGemms, weight: torch.Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Triton kernels. Each equals the PyTorch reference bit for bit; `quantize.py` is the definition, these are the speed."""
+"""Triton kernels, equal to the PyTorch reference bit for bit: `quantizer.py` is the definition, these are the speed."""

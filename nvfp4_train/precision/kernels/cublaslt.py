@@ -1,25 +1,33 @@
 """BF16 GEMM whose scale is read from device memory, through cuBLASLt.
 
-The emulated GEMM multiplies its FP32 accumulator by the operands' tensor scales and rounds once. The scales come out of kernels, so
-the host does not know them without waiting for the GPU; cuBLASLt takes alpha and beta from device memory instead, and PyTorch has no
-way to ask for that. It also adds weight gradients to an FP32 buffer (beta = 1) in the same kernel.
+The emulated GEMM multiplies its FP32 accumulator by the operands' tensor scales and rounds once. The scales come out of
+kernels, so the host does not know them without waiting for the GPU; cuBLASLt takes alpha and beta from device memory
+instead, and PyTorch has no way to ask for that. It also adds weight gradients to an FP32 buffer (beta = 1) in the same
+kernel.
 
 The first algorithm of cuBLASLt's own heuristic is taken: choosing by time would give other sums in another run.
+Algorithms that add parts of a sum in the output's type are ruled out: they would round more than once.
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 
 _HOST_POINTERS, _DEVICE_POINTERS = 0, 1
 _POINTER_MODE, _TRANSPOSE_A, _TRANSPOSE_B = 2, 3, 4  # cublasLtMatmulDescAttributes_t
-_MAX_WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes_t
+# cublasLtMatmulPreferenceAttributes_t; the alignments are those of A, B, C and D
+_MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
+_REDUCE_IN_FP32 = 2  # CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
 _COMPUTE_FP32 = 68  # CUBLAS_COMPUTE_32F
 _TYPES = {torch.float32: 0, torch.bfloat16: 14}  # cudaDataType_t
 _WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper
+_BEST_ALIGNMENT = 256  # bytes; cuBLASLt asks for no more
+
+Matrix = tuple[int, int, int, int]  # rows, columns, elements from row to row, alignment in bytes
 
 
 class _Heuristic(ctypes.Structure):
@@ -68,14 +76,20 @@ def _constant(value: float, device: int) -> torch.Tensor:
     return torch.full((), value, dtype=torch.float32, device=torch.device("cuda", device))
 
 
-def _set(setter: str, target: ctypes.c_void_p, attribute: int, value: ctypes.c_int32 | ctypes.c_uint64) -> None:
+def _set(setter: str, target: ctypes.c_void_p, attribute: int, value: Any) -> None:
     _call(setter, target, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
 
 def _layout(rows: int, columns: int, stride: int, dtype: torch.dtype) -> ctypes.c_void_p:
     layout = ctypes.c_void_p()
-    sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(stride))
-    _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _TYPES[dtype], *sizes)
+    _call(
+        "cublasLtMatrixLayoutCreate",
+        ctypes.byref(layout),
+        _TYPES[dtype],
+        ctypes.c_uint64(rows),
+        ctypes.c_uint64(columns),
+        ctypes.c_int64(stride),
+    )
     return layout
 
 
@@ -85,9 +99,9 @@ class _Plan:
     def __init__(
         self,
         device: int,
-        a: tuple[int, int, int],
-        b: tuple[int, int, int],
-        d: tuple[int, int, int],
+        a: Matrix,
+        b: Matrix,
+        d: Matrix,
         transposes: tuple[bool, bool],
         out_dtype: torch.dtype,
     ) -> None:
@@ -100,12 +114,16 @@ class _Plan:
         self.a = _layout(a[1], a[0], a[2], torch.bfloat16)
         self.b = _layout(b[1], b[0], b[2], torch.bfloat16)
         self.d = _layout(d[1], d[0], d[2], out_dtype)
-        self.algorithm = self._choose()
+        self.algorithm = self._choose((b[3], a[3], d[3], d[3]))
 
-    def _choose(self) -> _Heuristic:
+    def _choose(self, alignments: tuple[int, int, int, int]) -> _Heuristic:
         preference, found, result = ctypes.c_void_p(), ctypes.c_int(), _Heuristic()
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
-        _set("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.c_uint64(_WORKSPACE_BYTES))
+        setter = "cublasLtMatmulPreferenceSetAttribute"
+        _set(setter, preference, _MAX_WORKSPACE, ctypes.c_uint64(_WORKSPACE_BYTES))
+        _set(setter, preference, _REDUCTION_SCHEMES, ctypes.c_uint32(_REDUCE_IN_FP32))
+        for attribute, alignment in zip(_ALIGNMENTS, alignments, strict=True):
+            _set(setter, preference, attribute, ctypes.c_uint32(alignment))
         _call(
             "cublasLtMatmulAlgoGetHeuristic",
             _handle(self.device),
@@ -150,18 +168,20 @@ class _Plan:
 @lru_cache(maxsize=4096)
 def _plan(
     device: int,
-    a: tuple[int, int, int],
-    b: tuple[int, int, int],
-    d: tuple[int, int, int],
+    a: Matrix,
+    b: Matrix,
+    d: Matrix,
     transposes: tuple[bool, bool],
     out_dtype: torch.dtype,
 ) -> _Plan:
     return _Plan(device, a, b, d, transposes, out_dtype)
 
 
-def _shape(x: torch.Tensor) -> tuple[int, int, int]:
-    assert x.dim() == 2 and x.stride(1) == 1, "row-major matrices only"
-    return x.shape[0], x.shape[1], x.stride(0)
+def _matrix(x: torch.Tensor) -> Matrix:
+    assert x.dim() == 2, x.shape
+    assert x.stride(1) == 1, "row-major matrices only"
+    address = x.data_ptr()
+    return x.shape[0], x.shape[1], x.stride(0), min(address & -address, _BEST_ALIGNMENT)
 
 
 def scaled_mm(
@@ -188,7 +208,8 @@ def scaled_mm(
         assert not accumulate
         out = torch.empty(rows, columns, dtype=torch.bfloat16, device=a.device)
     assert out.shape == (rows, columns)
-    plan = _plan(device, _shape(a), _shape(b), _shape(out), (transpose_a, transpose_b), out.dtype)
+    assert scale is None or (scale.dtype == torch.float32 and scale.numel() == 1 and scale.device == a.device)
+    plan = _plan(device, _matrix(a), _matrix(b), _matrix(out), (transpose_a, transpose_b), out.dtype)
     alpha = _constant(1.0, device) if scale is None else scale
     plan.run(a, b, out, alpha, _constant(1.0 if accumulate else 0.0, device))
     return out

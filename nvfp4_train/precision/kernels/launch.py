@@ -1,9 +1,12 @@
-"""Which kernels serve which operands, and their launches.
+"""Which operands the kernels serve, and their launches.
 
-`serves` says whether the kernels know a spec; a caller then uses them and never falls back from them.
+`serves` says whether the kernels know an operand; a caller then uses them and never falls back from them. Nothing here
+waits for the GPU: scales and amaxes stay in its memory.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,68 +21,123 @@ _SIGNS = sum(1 << i for i, sign in enumerate(FIXED_SIGNS) if sign < 0)
 _UNROTATED = -1
 _TILE = 16
 # A product and a sum fused into one operation would round once where the reference rounds twice.
-_EXACT = {"enable_fp_fusion": False}
+_EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+_AMAX_SIZE = nvfp4.AMAX_SIZE.value
 
 
-def serves(spec: QuantSpec, axis: int) -> bool:
-    """Whether the kernels quantize operands of this spec that are contracted over `axis`."""
+class Made(NamedTuple):
+    """A quantized operand: values BF16 in the layout of x; s_dec and amax FP32 0-d."""
+
+    values: Tensor
+    scale: Tensor
+    amax: Tensor
+
+
+class _Shape(NamedTuple):
+    """Columns a program takes (`block`), its warps, and how many groups of 16 rows it takes one after the other."""
+
+    block: int
+    warps: int
+    groups: int = 1
+
+
+# By what was fastest on an H200 at 8192 x 2048 to 8192 x 20480; tests/benchmarks/results/gpu.md.
+_AMAX = _Shape(512, 4, 2)
+_ONE_LAYOUT = _Shape(512, 4)
+_BOTH_LAYOUTS = _Shape(1024, 8)
+_WEIGHT_AMAX = _Shape(8192, 8)
+_WEIGHT_VALUES = _Shape(512, 4)
+
+
+def serves(x: Tensor, spec: QuantSpec, axis: int) -> bool:
+    """Whether the kernels quantize contiguous x [M, N] by this spec, contracted over `axis`.
+
+    They know plain nvfp4 where M and N are multiples of 16, and of rotations the published one: 16, fixed signs, along
+    the rows of x.
+    """
     plain = spec.format == "nvfp4" and spec.scaling == "tensor" and not spec.four_over_six and not spec.correction
+    if not plain or x.shape[0] % _TILE or x.shape[1] % _TILE or x.numel() == 0:
+        return False
     if spec.tile == (_TILE, _TILE):
-        return plain and spec.rounding == "nearest" and spec.rotation is None
-    rotation = spec.rotation is None or (axis == 0 and spec.rotation == 16 and spec.signs == "fixed")
-    return plain and rotation
+        return spec.rounding == "nearest"
+    return spec.rotation is None or (axis == 0 and spec.rotation == 16 and spec.signs == "fixed")
+
+
+def quantize_operand(x: Tensor, spec: QuantSpec, axis: int, key: int) -> Made:
+    """Quantize contiguous x [M, N], contracted over `axis`, by a spec that the kernels serve."""
+    if spec.tile == (_TILE, _TILE):
+        return quantize_square(x)
+    rows, columns = (spec, None) if axis == 1 else (None, spec)
+    made = quantize_rows_and_columns(x, rows, columns, key, key)[1 - axis]
+    assert made is not None
+    return made
 
 
 def quantize_rows_and_columns(
     x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, row_key: int = 0, column_key: int = 0
-) -> tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, Tensor, Tensor] | None]:
+) -> tuple[Made | None, Made | None]:
     """Quantize contiguous x [M, N] in 1x16 blocks along its columns, along its rows (as x^T), or both from one read.
 
     Args:
-        x: BF16 or FP32 on a GPU; N a multiple of 16; M is padded with zeros where `columns` needs it.
+        x: BF16 or FP32 on a GPU; M and N multiples of 16.
         rows: spec of the operand contracted over N, or None.
-        columns: spec of the operand x^T contracted over M, or None; kept in the layout of x.
+        columns: spec of the operand x^T contracted over M, or None; it is kept in the layout of x.
         row_key, column_key: 64-bit keys of stochastic rounding.
-
-    Returns:
-        For each: values BF16, s_dec FP32 0-d, amax FP32 0-d; or None.
     """
-    missing = -x.shape[0] % _TILE
-    if missing:
-        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
     height, width = x.shape
-    assert width % _TILE == 0, width
-    amax = torch.zeros(2, dtype=torch.int32, device=x.device)
-    scales = torch.empty(2, dtype=torch.float32, device=x.device)
+    amax, scales = _buffers(x)
+    wanted = rows is not None, columns is not None
     signs = _SIGNS if columns is not None and columns.rotation else _UNROTATED
-    block = min(512, triton.next_power_of_2(width))
-    grid = (height // _TILE, triton.cdiv(width, block))
+    groups, shape = height // _TILE, _AMAX
+    block = min(shape.block, triton.next_power_of_2(width))
+    grid = (triton.cdiv(groups, shape.groups), triton.cdiv(width, block))
     nvfp4.amax_kernel[grid](
-        x, amax, width, width, rows is not None, columns is not None, signs, block, num_warps=4, **_EXACT
+        x, amax, groups, width, *wanted, signs, block, shape.groups, num_warps=shape.warps, **_EXACT
     )
-    outs = [torch.empty(height, width, dtype=torch.bfloat16, device=x.device) if spec else x for spec in (rows, columns)]
-    block = min(1024 if rows is not None else 512, triton.next_power_of_2(width))
-    grid = (height // _TILE, triton.cdiv(width, block))
-    nvfp4.values_kernel[grid](
+    outs = [torch.empty_like(x, dtype=torch.bfloat16) if spec else x for spec in (rows, columns)]
+    shape = _BOTH_LAYOUTS if all(wanted) else _ONE_LAYOUT
+    block = min(shape.block, triton.next_power_of_2(width))
+    stochastic = [spec is not None and spec.rounding == "stochastic" for spec in (rows, columns)]
+    keys = [_signed(key) if random else 0 for key, random in zip((row_key, column_key), stochastic, strict=True)]
+    nvfp4.values_kernel[(groups, triton.cdiv(width, block))](
         x,
         amax,
-        outs[0],
-        outs[1],
+        *outs,
         scales,
-        height - (missing if columns is None or columns.rotation is None else 0),
+        height,
         width,
-        _signed(row_key),
-        _signed(column_key),
-        rows is not None,
-        columns is not None,
-        rows is not None and rows.rounding == "stochastic",
-        columns is not None and columns.rounding == "stochastic",
+        *keys,
+        *wanted,
+        *stochastic,
         signs,
         block,
-        num_warps=8 if rows is not None and columns is not None else 4,
+        num_warps=shape.warps,
         **_EXACT,
     )
-    return None, None
+    of_rows = None if rows is None else Made(outs[0], scales[0], scales[1])
+    of_columns = None if columns is None else Made(outs[1], scales[2], scales[3])
+    return of_rows, of_columns
+
+
+def quantize_square(w: Tensor) -> Made:
+    """Quantize contiguous w [M, N], FP32 or BF16, in 16x16 tiles; M and N multiples of 16. Serves both contractions."""
+    height, width = w.shape
+    amax, scales = _buffers(w)
+    block = min(_WEIGHT_AMAX.block, triton.next_power_of_2(w.numel()))
+    grid = (triton.cdiv(w.numel(), block),)
+    nvfp4.weight_amax_kernel[grid](w, amax, w.numel(), block, num_warps=_WEIGHT_AMAX.warps, **_EXACT)
+    out = torch.empty_like(w, dtype=torch.bfloat16)
+    block = min(_WEIGHT_VALUES.block, triton.next_power_of_2(width))
+    nvfp4.weight_values_kernel[(height // _TILE, triton.cdiv(width, block))](
+        w, amax, out, scales, width, block, num_warps=_WEIGHT_VALUES.warps, **_EXACT
+    )
+    return Made(out, scales[0], scales[1])
+
+
+def _buffers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Zeroed amax slots, and room for s_dec and amax, of an operand and of its rotated transpose."""
+    amax = torch.zeros(2 * _AMAX_SIZE, dtype=torch.int32, device=x.device)
+    return amax, torch.empty(4, dtype=torch.float32, device=x.device)
 
 
 def _signed(key: int) -> int:

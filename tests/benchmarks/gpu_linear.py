@@ -1,0 +1,119 @@
+"""Cost of emulated NVFP4 on a GPU, as tables of ratios. Run: python -m tests.benchmarks.gpu_linear [--quick]
+
+Quantizers: the bytes that they must move, over their time, over the rate of a device copy. Linears: forward and
+backward of one linear with weight gradients added to an FP32 buffer, NVFP4 emulated over BF16, both through the same
+code and in the same run; weights quantized once a step (as in training with several micro-batches), and in every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Callable
+
+import torch
+import triton
+from triton.testing import do_bench
+
+from nvfp4_train.precision import QuantSpec
+from nvfp4_train.precision.kernels import launch
+from nvfp4_train.precision.phases import Passes
+from nvfp4_train.precision.runtime import PrecisionRuntime
+from nvfp4_train.precision.three_gemms import ThreeGemms
+from tests.precision.linears import precision
+
+# tokens, in-features, out-features
+LINEARS = ((8192, 5120, 20480), (8192, 20480, 5120), (8192, 5120, 22656), (8192, 2048, 8192))
+OPERANDS = ((8192, 2048), (8192, 5120), (8192, 20480))
+NEAREST, ROTATED = QuantSpec("nvfp4"), QuantSpec("nvfp4", rotation=16)
+STOCHASTIC = QuantSpec("nvfp4", rounding="stochastic")
+ROTATED_STOCHASTIC = QuantSpec("nvfp4", rounding="stochastic", rotation=16)
+
+
+def milliseconds(run: Callable[[], object], repeat: int) -> float:
+    """Median time on the GPU."""
+    return float(do_bench(run, warmup=repeat // 4, rep=repeat, return_mode="median"))
+
+
+def copy_rate() -> float:
+    """Bytes a millisecond, read and written, of a copy of 2 GiB."""
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / milliseconds(lambda: target.copy_(source), 100)
+
+
+def quantizers(rate: float) -> None:
+    """One row an operand: microseconds, and the share of the copy rate that they mean."""
+    print(f"\n{'quantizer':<42} {'us':>7} {'bytes at copy rate':>19}")
+    for rows, columns in OPERANDS:
+        x = torch.randn(rows, columns, device="cuda").bfloat16()
+        runs: dict[str, tuple[int, Callable[[], object]]] = {
+            "one layout, nearest": (6, lambda x=x: launch.quantize_rows_and_columns(x, NEAREST, None)),
+            "both layouts, nearest": (8, lambda x=x: launch.quantize_rows_and_columns(x, NEAREST, ROTATED)),
+            "both layouts, stochastic": (
+                8,
+                lambda x=x: launch.quantize_rows_and_columns(x, STOCHASTIC, ROTATED_STOCHASTIC, 1 << 40, 2 << 40),
+            ),
+        }
+        for name, (size, run) in runs.items():
+            _row(f"{name}, {rows} x {columns}", milliseconds(run, 40), size * x.numel(), rate)
+    w = torch.randn(20480, 5120, device="cuda")
+    _row("16x16 weight, FP32, 20480 x 5120", milliseconds(lambda: launch.quantize_square(w), 40), 10 * w.numel(), rate)
+
+
+def _row(name: str, ms: float, size: int, rate: float) -> None:
+    print(f"{name:<42} {1e3 * ms:>7.0f} {size / rate / ms:>19.0%}", flush=True)
+
+
+def linear_step(name: str, tokens: int, inputs: int, outputs: int, requantize: bool) -> Callable[[], None]:
+    """Forward and backward of one linear in a recipe; `requantize` quantizes its weight anew each time."""
+    x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+    w = torch.randn(outputs, inputs, device="cuda") * 0.02
+    dy = torch.randn(tokens, outputs, device="cuda").bfloat16()
+    gradient = torch.zeros_like(w)
+    runtime = PrecisionRuntime(seed=1)
+    gemms = ThreeGemms(precision(name, sizes=(inputs, outputs)), runtime)
+    runtime.expect([gemms.name])
+    runtime.begin_step(1, Passes())
+    runtime.begin_microbatch(0)
+    runtime.observing = False
+
+    def step() -> None:
+        if requantize:
+            runtime.weights_changed()
+        call = runtime.call()
+        _, kept = gemms.forward(x, w, None, call)
+        along_out, along_tokens = gemms.gradients(dy, call, True, True)
+        assert along_out is not None
+        assert along_tokens is not None
+        gemms.input_gradient(along_out, w, call)
+        gemms.weight_gradient(along_tokens, kept, call, gradient)
+
+    return step
+
+
+def linears(repeat: int) -> None:
+    """One row a linear: BF16 in ms, and NVFP4 over it."""
+    print(f"\n{'linear: tokens, in, out':<26} {'bf16 ms':>8} {'nvfp4 / bf16':>13} {'with the weight':>16}")
+    for shape in LINEARS:
+        ms = [
+            milliseconds(linear_step(name, *shape, requantize), repeat)
+            for name, requantize in (("bf16", False), ("nvfp4", False), ("bf16", True), ("nvfp4", True))
+        ]
+        print(f"{shape!s:<26} {ms[0]:>8.2f} {ms[1] / ms[0]:>13.3f} {ms[3] / ms[2]:>16.3f}", flush=True)
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a quarter of the repetitions")
+    quick = parser.parse_args().quick
+    rate = copy_rate()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, ", end="")
+    print(f"Python {platform.python_version()}; a copy moves {rate / 1e6:.0f} GB/s")
+    quantizers(rate)
+    linears(100 if quick else 400)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""The kernels without a GPU: Triton's interpreter runs them in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+def test_kernels_have_the_bits_of_the_reference() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.precision.kernels.checks"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "differences" in done.stdout
