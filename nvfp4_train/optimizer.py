@@ -80,16 +80,22 @@ def load_moments(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 
 
 def _ensure_moments(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter that has no optimizer state yet zero moments and step 0, as AdamW's first step would."""
+    """Give every parameter that has no optimizer state yet zero moments and step 0, as AdamW's first step would.
+
+    On a GPU torch's AdamW is told to update all parameters in one pass over memory; it counts its steps there then.
+    """
     for inner in inner_optimizers(optimizer):
         counts_in_state = isinstance(inner, torch.optim.AdamW)  # fused optimizers count in the group instead
         for group in inner.param_groups:
+            if counts_in_state:
+                group["fused"] = all(parameter.is_cuda for parameter in group["params"])
             for parameter in group["params"]:
                 state = inner.state[parameter]
                 state.setdefault("exp_avg", torch.zeros_like(parameter))
                 state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
                 if counts_in_state:
-                    state.setdefault("step", torch.tensor(0.0))
+                    count = state.get("step", torch.tensor(0.0))
+                    state["step"] = count.to(parameter.device if group["fused"] else "cpu")
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
