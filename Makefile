@@ -2,12 +2,13 @@
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart recipes test check
+.PHONY: help env quickstart recipes bench test check
 
 help:
 	@echo "make env         build .venv from requirements.lock"
 	@echo "make quickstart  train the same small hybrid in FP8 and in NVFP4 on this machine and compare the two"
 	@echo "make recipes     train it in every recipe and write the table of gaps and step times (about an hour on two cores)"
+	@echo "make bench       quantizers and linears on this GPU, as tables of ratios"
 	@echo "make test        formatting, types and all CPU tests"
 	@echo "make check       formatting and types alone"
 
@@ -21,6 +22,9 @@ quickstart: env
 
 recipes: env
 	@$(PYTHON) -m tests.benchmarks.recipes
+
+bench: env
+	@$(PYTHON) -m tests.benchmarks.gpu_linear
 
 check: env
 	.venv/bin/ruff check .
