@@ -44,5 +44,5 @@ def test_another_seed_is_said_and_a_folder_without_metrics_refused(
     assert "not paired with the baseline" in capsys.readouterr().out
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(CompareError, match="metrics.jsonl"):
+    with pytest.raises(CompareError, match=r"metrics\.jsonl"):
         train(replace(make("bf16", "steps=1", run="other"), baseline=str(empty)))
