@@ -256,9 +256,9 @@ def test_a_disk_that_fills_up_while_writing(
 
 
 def test_a_truncated_shard_falls_back_and_the_run_ends_the_same(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    config = make("nvfp4", "checkpoint.every=1")
+    config = make("bf16", "checkpoint.every=1")
     folder = Path(str(config.run_dir))
-    assert train(make("nvfp4", "checkpoint.every=1", "stop_after=3")) == ExitCode.DONE
+    assert train(make("bf16", "checkpoint.every=1", "stop_after=3")) == ExitCode.DONE
     losses = [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl")]
     truncate(folder / "checkpoints" / "step-00000003")
     with pytest.raises(CheckpointError, match=r"step-00000003.*__0_0\.distcp is damaged"):
