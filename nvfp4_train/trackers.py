@@ -91,36 +91,15 @@ def start_tracker(
     except Exception as error:  # a broken installation must not stop a run
         say(f"warning: wandb can't be imported ({_first_line(error)}); metrics.jsonl alone is written")
         return NoTracker()
-    online = config.wandb == "online" or (config.wandb == "auto" and has_key(wandb.Settings().base_url))
-    if config.wandb == "online" and not has_key(wandb.Settings().base_url):
+    key = has_key(wandb.Settings().base_url)
+    if config.wandb == "online" and not key:
         say("warning: logging.wandb=online without a key: run `wandb login` or set WANDB_API_KEY; going on offline")
-        online = False
 
     def start(mode: Literal["online", "offline"]) -> Tracker:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            run = wandb.init(
-                dir=str(folder),
-                id=run_id(folder),
-                resume="allow",
-                mode=mode,
-                project=config.project,
-                group=config.group or folder.parent.name,
-                name=config.name or name,
-                config=settings,
-                settings=wandb.Settings(
-                    init_timeout=START_SECONDS,
-                    login_timeout=START_SECONDS,
-                    finish_timeout=FINISH_SECONDS,
-                    x_service_wait=START_SECONDS,
-                    silent=True,
-                    console="off",
-                    disable_code=True,
-                ),
-            )
+        run = _init(mode, folder, config.project, config.group or folder.parent.name, config.name or name, settings)
         return WandbTracker(run, folder, say)
 
-    if online:
+    if key and config.wandb in ("auto", "online"):
         try:
             return start("online")
         except Exception as error:
@@ -130,6 +109,35 @@ def start_tracker(
     except Exception as error:
         say(f"warning: wandb did not start ({_first_line(error)}); metrics.jsonl alone is written")
         return NoTracker()
+
+
+def _init(
+    mode: Literal["online", "offline"], folder: Path, project: str, group: str, name: str, settings: dict[str, Any]
+) -> Any:
+    """A wandb run that prints nothing, records no code and bounds every wait."""
+    import wandb
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return wandb.init(
+            dir=str(folder),
+            id=run_id(folder),
+            resume="allow",
+            mode=mode,
+            project=project,
+            group=group,
+            name=name,
+            config=settings,
+            settings=wandb.Settings(
+                init_timeout=START_SECONDS,
+                login_timeout=START_SECONDS,
+                finish_timeout=FINISH_SECONDS,
+                x_service_wait=START_SECONDS,
+                silent=True,
+                console="off",
+                disable_code=True,
+            ),
+        )
 
 
 def has_key(base_url: str) -> bool:
