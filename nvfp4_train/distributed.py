@@ -61,6 +61,8 @@ def process_groups(parallel: ParallelConfig, seed: int) -> Iterator[World]:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+        # By default parts of a product may be added in BF16; ours are FP32 until the one rounding.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     ours = not dist.is_initialized()
     if ours:
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}

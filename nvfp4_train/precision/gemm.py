@@ -50,7 +50,7 @@ def gemm(
     factors += [] if scale_b is None else [scale_b]
     half = a.dtype == torch.bfloat16 and b.dtype == torch.bfloat16
     if half and dtype == torch.bfloat16 and not factors and bias is None:
-        return torch.mm(a, b)  # the vendor's kernel accumulates in FP32 and rounds once itself
+        return torch.mm(a, b)  # the vendor's kernel rounds once itself
     if half and a.is_cuda and bias is None and all(factor.dim() == 0 for factor in factors):
         return _scaled_inside(a, b, factors, dtype, add_to)
     product = _product(a, b, half)

@@ -107,7 +107,7 @@ def matrix(rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
 def main() -> None:
     """Checks on small matrices in this process; exits with 1 and says what differs."""
     few = PAIRS[:1]  # the interpreter is slow
-    cases = [(name, x, few) for name, x in (*golden(), *edges())]
+    cases = [*((name, x[:16], few) for name, x in golden()), *((name, x, few) for name, x in edges())]
     for shape in ((16, 16), (32, 144)):
         for dtype in (torch.bfloat16, torch.float32):
             cases.append((f"{shape} {dtype}", matrix(*shape, sum(shape), dtype), PAIRS))
