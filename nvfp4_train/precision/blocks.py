@@ -66,8 +66,10 @@ class Blocks:
         return max(size // max(1, self.columns) // together, 1) * together
 
     def chunks(self, chunk_rows: int) -> Iterator[tuple[slice, slice]]:
-        """Slices of at most `chunk_rows` rows, and of the compact rows that belong to them."""
+        """Slices of at most `chunk_rows` rows, and of the compact rows that belong to them; none without elements."""
         ratio = self.size if self._down else 1
+        if not self.columns:
+            return
         for start in range(0, self.rows, chunk_rows):
             stop = min(start + chunk_rows, self.rows)
             yield slice(start, stop), slice(start // ratio, stop // ratio)

@@ -74,7 +74,7 @@ def _corrections(loaded: Loaded, divisor: Tensor) -> Tensor:
 
 def _group_sums(sums: Tensor, blocks: Blocks) -> Tensor:
     along = blocks.axis
-    grouped = sums.unflatten(along, (-1, GROUP // blocks.size))
+    grouped = sums.unflatten(along, (sums.shape[along] * blocks.size // GROUP, GROUP // blocks.size))
     while grouped.shape[along + 1] > 1:
         first, second = grouped.chunk(2, along + 1)
         grouped = first + second

@@ -104,6 +104,11 @@ def quantize(x: Tensor, spec: QuantSpec, seed: int = 0, *, amax: Tensor | None =
         seed: 64-bit key of the random bits of stochastic rounding and fresh signs.
         amax: what the tensor scale follows in place of the tensor's own; fp8_delayed without it has scale 1.
 
+    Returns:
+        The matrix [M, N]; rotated, its N is that of x filled up with zeros to a multiple of the rotation, and decoding
+        gives all of it. A rotation spreads the last values of a row over its whole group, so that without the columns
+        beyond x they could not be had back. An empty x has empty codes and scales, and amax 0.
+
     Raises:
         PrecisionError: x is no float32 or bfloat16 matrix.
     """
@@ -139,6 +144,9 @@ def quantize_values(
             result is that of `x.t()`, transposed back to the layout of x.
         amax: what the tensor scale follows in place of the tensor's own; fp8_delayed without it has scale 1.
         sign_key: 64-bit key of fresh signs, shared by both operands of a GEMM; None means `key`.
+
+    Returns:
+        Values in the layout of x, padded along `axis` where x is rotated; empty ones, with amax 0, of an empty x.
 
     Raises:
         PrecisionError: x is no float32 or bfloat16 matrix.
@@ -202,7 +210,7 @@ class _Operand:
         if spec.correction == "eden":
             return eden.scale(loaded, follow, key)
         if spec.scaling == "row":
-            own = loaded.block_amax.amax(loaded.blocks.axis, keepdim=True)
+            own = _largest_along(loaded.block_amax, loaded.blocks.axis)
             self.amax = own.flatten()
             follow = own if amax is None else torch.where(torch.isfinite(own), amax.view(own.shape), own)
         if spec.four_over_six:
@@ -242,7 +250,7 @@ def load(x: Tensor, spec: QuantSpec, axis: int, sign_key: int) -> tuple[Loaded, 
             shape[axis] += missing[axis]
     rows, columns = x.shape
     # A whole-tensor format needs no blocks: a row is as good as any.
-    blocks = Blocks(rows, columns, block or columns, axis if block else 1, square)
+    blocks = Blocks(rows, columns, block or max(1, columns), axis if block else 1, square)
     out = torch.empty(rows, columns, dtype=torch.float32, device=x.device)
     copied = x.dtype != torch.float32 or spec.rotation is not None
     source = out if copied else x
@@ -262,6 +270,13 @@ def load(x: Tensor, spec: QuantSpec, axis: int, sign_key: int) -> tuple[Loaded, 
     if block_amax.numel():
         torch.amax(block_amax, dim=(0, 1), out=amax)
     return loaded, (shape[0], shape[1])
+
+
+def _largest_along(magnitudes: Tensor, dim: int) -> Tensor:
+    """Largest along a dimension that stays with size 1; 0 where there are none."""
+    if magnitudes.shape[dim]:
+        return magnitudes.amax(dim, keepdim=True)
+    return magnitudes.sum(dim, keepdim=True)
 
 
 def _amax_of(x: Tensor) -> Tensor:

@@ -214,9 +214,47 @@ def test_only_a_matrix_of_float32_or_bfloat16_is_quantized() -> None:
 
 
 @every_spec
-def test_no_rows_give_no_values(spec: QuantSpec) -> None:
-    values = quantize_values(torch.zeros(0, 128), spec, key=KEY)
-    assert values.values.shape == (0, 128)
+@pytest.mark.parametrize("shape", [(4, 0), (0, 16), (0, 128), (0, 0)])
+def test_an_empty_matrix_has_an_empty_result(spec: QuantSpec, shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    x = torch.randn(rows, columns)
+    wide = -(-columns // (spec.rotation or 1)) * (spec.rotation or 1)
+    found = quantize(x, spec, seed=KEY)
+    assert found.codes.shape == (rows, wide // 2 if spec.format in ("nvfp4", "mxfp4") else wide)
+    if spec.tile is None:
+        assert found.scales is None
+    else:
+        assert found.scales is not None
+        assert found.scales.shape == (-(-rows // spec.tile[0]), -(-wide // spec.tile[1]))
+    assert found.dequantize().shape == (rows, wide)
+    amax = torch.zeros(rows) if spec.scaling == "row" else torch.tensor(0.0)
+    assert torch.equal(found.amax, amax)
+    for operand, axis in ((x, 1), (x.t().contiguous(), 0), (x.t(), 0)):
+        values = quantize_values(operand, spec, key=KEY, axis=axis)
+        assert values.values.shape == ((rows, wide) if axis == 1 else (wide, rows))
+        assert values.dequantize().shape == values.values.shape
+        assert torch.equal(values.amax, amax)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.rotation])
+def test_a_rotated_matrix_keeps_the_columns_it_was_filled_up_with(name: str) -> None:
+    spec, x = SPECS[name], matrix(40, 100)
+    assert spec.rotation is not None
+    wide = -(-100 // spec.rotation) * spec.rotation
+    found = quantize(x, spec, seed=KEY)
+    assert (found.columns, tuple(found.codes.shape)) == (wide, (40, wide // 2))
+    decoded, rotated = found.dequantize(), rotate(x, spec, KEY)
+    assert decoded.shape == rotated.shape == (40, wide)
+    assert (decoded - rotated).norm() < 0.2 * rotated.norm()
+    assert decoded[:, 100:].abs().max() > 0
+    # Rotating back takes all of them: the matrix is its own inverse but for the signs.
+    size = spec.rotation
+    transform = rotate(torch.eye(size), spec, KEY)
+    assert torch.allclose(transform @ transform.t(), torch.eye(size), atol=1e-6)
+    back = (decoded.view(40, -1, size) @ transform.t()).view(40, wide)
+    assert (back[:, :100] - x).norm() < 0.2 * x.norm()
+    cut = (torch.nn.functional.pad(decoded[:, :100], (0, wide - 100)).view(40, -1, size) @ transform.t()).view(40, wide)
+    assert (cut - back)[:, :100].norm() > 0.05 * x.norm()
 
 
 @pytest.mark.parametrize("name", ["nvfp4-rotated", "nvfp4-rotated-fresh", "mxfp4-rotated-stochastic", "nvfp4-eden"])
