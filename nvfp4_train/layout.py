@@ -7,7 +7,7 @@ from pathlib import Path
 from models.shapes import linear_shapes, validate
 from nvfp4_train.config import ConfigError, ParallelConfig, RunConfig
 from nvfp4_train.precision.assignment import assign
-from nvfp4_train.precision.backends import backend_support
+from nvfp4_train.precision.backends import NO_NATIVE_KERNELS, backend_support
 from nvfp4_train.precision.config import PrecisionConfig, PrecisionError
 from nvfp4_train.precision.phases import resolve
 from nvfp4_train.schedule import build_schedule
@@ -129,9 +129,7 @@ def choose_backend(precision: PrecisionConfig, capability: tuple[int, int] | Non
     if precision.backend == "native":
         reason = backend_support(precision, capability)
         raise PrecisionError(
-            reason
-            or f"Recipe {precision.name} could run natively on this hardware, but native kernels are not there yet. "
-            "Write precision.backend=emulated: the same numbers, slower."
+            reason or f"Recipe {precision.name} could run natively on this hardware, but {NO_NATIVE_KERNELS}"
         )
     why = "as asked" if precision.backend == "emulated" else "native kernels are not there yet"
     return f"precision {precision.name}: emulated ({why})"

@@ -25,6 +25,7 @@ from nvfp4_train.layout import tokens_per_step
 from nvfp4_train.memory import Machine, by_recompute, memory
 from nvfp4_train.overrides import find_groups
 from nvfp4_train.precision.assignment import LinearPrecision, assign
+from nvfp4_train.precision.backends import NO_NATIVE_KERNELS
 from nvfp4_train.precision.phases import resolve
 from nvfp4_train.precision.recipes import RecipeListing, list_recipes
 from nvfp4_train.precision.report import report, summary
@@ -55,7 +56,15 @@ def plan(config: RunConfig) -> dict[str, Any]:
         "memory_per_rank": _memory(config, assignments),
         "time": _time(flops.training * per_step * config.steps),
         "precision": report(config.precision, assignments, flops.training, schedule),
+        "warnings": _warnings(config),
     }
+
+
+def _warnings(config: RunConfig) -> list[str]:
+    """What can be planned but is refused by `train`, whatever machine it runs on."""
+    if config.precision.backend == "native":
+        return [f"train refuses precision.backend=native: {NO_NATIVE_KERNELS}"]
+    return []
 
 
 def _parameters(config: RunConfig) -> dict[str, Any]:
@@ -132,6 +141,7 @@ def text(planned: dict[str, Any]) -> str:
         f"            activations of {needed['micro_batch_tokens']:,} tokens by model.recompute: {modes}",
         f"GPU hours   at {MFU:.0%} of the dense BF16 peak: {hours}",
         *summary(planned["precision"]),
+        *(f"warning: {warning}" for warning in planned["warnings"]),
     ]
     return "\n".join(lines)
 

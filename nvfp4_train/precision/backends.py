@@ -19,6 +19,8 @@ NATIVE_SINCE = {
     "nvfp4": (10, 0),
 }
 
+NO_NATIVE_KERNELS = "native kernels are not there yet. Write precision.backend=emulated: the same numbers, slower."
+
 
 def formats_in_use(config: PrecisionConfig) -> set[str]:
     """Formats that the recipe's operands and all rules name."""

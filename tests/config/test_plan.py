@@ -170,6 +170,20 @@ def test_the_text_names_what_people_ask_for(capsys: pytest.CaptureFixture[str]) 
         assert word in out
 
 
+def test_a_backend_that_training_refuses_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    said = (
+        "train refuses precision.backend=native: native kernels are not there yet. "
+        "Write precision.backend=emulated: the same numbers, slower."
+    )
+    assert plan_module.main(["precision.backend=native"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"warning: {said}"
+    for backend, warnings in (("native", [said]), ("emulated", []), ("auto", [])):
+        assert plan_module.main(["--json", f"precision.backend={backend}"]) == 0
+        assert json.loads(capsys.readouterr().out)["warnings"] == warnings
+    assert plan_module.main([]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
 def test_what_cannot_be_trained_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_module.main(["--json", "model.pattern=M-E"]) == 2
     out, err = capsys.readouterr()
