@@ -7,16 +7,23 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from nvfp4_train.comparison.runs import CompareError
+from nvfp4_train.comparison.runs import METRICS, CompareError
 
 RESULT = "compare.json"
 FILES = (RESULT, "loss.png", "gap.png", "report.html")
 
 
 def check_folder(folder: Path) -> None:
-    """Raises CompareError where `folder` is a file, or holds files of these names that no comparison wrote."""
+    """Raises CompareError where `folder` is a file or a run folder, or holds files of these names that no comparison
+    wrote.
+    """
     if folder.exists() and not folder.is_dir():
         raise CompareError(f"--out {folder}: is a file; name a folder.")
+    if (folder / METRICS).exists():
+        raise CompareError(
+            f"--out {folder}: is a run folder, it holds {METRICS}; a comparison is of several runs and belongs into a "
+            f"folder of its own. Name another one, for example {folder / 'comparison'}."
+        )
     there = [name for name in FILES if (folder / name).exists()]
     if there and not _ours(folder / RESULT):
         raise CompareError(

@@ -132,6 +132,8 @@ def _compare_group(baseline: Group, group: Group) -> RunResult:
     pairs, notes = pair_up(baseline, group)
     reasons: list[str] = []
     for first, second in pairs:
+        if first.path.resolve() == second.path.resolve():
+            notes.append(f"{second.name}: baseline and run are the same folder, and a run has no gap to itself")
         prefix = f"seed {second.seed}: " if len(pairs) > 1 else ""
         reasons += [prefix + reason for reason in unpaired_reasons(first, second)]
         notes += [f"{run.name}: {note}" for run in (first, second) for note in run.notes]

@@ -47,7 +47,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Switch:
-    """From `step` (at `tokens`) on, the run went on as `text` says: `forward bf16, backward recipe`."""
+    """From `step` (at `tokens`) on, the run went on as `text` says: `forward bf16, backward recipe`, or, where it was
+    resumed with another recipe, `recipe fp8_block`.
+    """
 
     step: int
     tokens: int
@@ -59,7 +61,7 @@ class Run:
     """What a run folder says.
 
     Attributes:
-        name: of its folder.
+        name: of its folder; where runs of one comparison share it, with as many of its parents as tell them apart.
         train, val: the curves; `val` may be empty.
         hashes: of the global batch, by step.
         switches: of precision during the run, in order.
@@ -136,6 +138,7 @@ class _Reader:
         self.quant_step: int | None = None
         self.notes: list[str] = []
         self._passes = ""
+        self._recipe: str | None = None
         self._first_step: int | None = None
 
     def read(self) -> None:
@@ -175,9 +178,17 @@ class _Reader:
             if step != self._first_step:
                 self.switches.append(Switch(step, tokens, passes))
             self._passes = passes
+        self._take_recipe(record.get("precision/recipe"), step, tokens)
         for name, value in record.items():
             if name.startswith("quant/") and isinstance(value, int | float):
                 self.quant[name], self.quant_step = float(value), step
+
+    def _take_recipe(self, recipe: Any, step: int, tokens: int) -> None:
+        """A line that names a recipe is the first one after the run was resumed with it."""
+        if isinstance(recipe, str) and recipe != self._recipe:
+            self.switches.append(Switch(step, tokens, f"recipe {recipe}"))
+            self.notes.append(f"recipe changed to {recipe} at step {step}")
+            self._recipe = recipe
 
     def _whole(self, record: dict[str, Any], name: str, number: int) -> int:
         value = record.get(name)
@@ -236,27 +247,58 @@ def open_group(argument: str) -> Group:
 
     Raises CompareError where there is no run, or the runs differ in more than their seed.
     """
-    whole = Path(argument)
-    if whole.is_dir() and not (whole / METRICS).is_file():
-        paths = sorted(child for child in whole.iterdir() if (child / METRICS).is_file())
-        name = whole.resolve().name
+    places = _places(argument)
+    if len(places) == 1 and places[0].is_dir() and not (places[0] / METRICS).is_file():
+        paths = sorted(child for child in places[0].iterdir() if (child / METRICS).is_file())
         if not paths:
             raise CompareError(f"{argument}: neither a run folder (no {METRICS}) nor a folder that holds run folders.")
     else:
-        parts = [argument] if whole.exists() else [part for part in argument.split(",") if part] or [argument]
-        paths = [Path(part) for part in parts]
-        name = ",".join(path.resolve().name for path in paths)
+        paths = places
     runs = tuple(open_run(path) for path in paths)
     _check_seeds(argument, runs)
-    return Group(name, runs)
+    return Group(",".join(place.resolve().name for place in places), runs)
+
+
+def _places(argument: str) -> list[Path]:
+    """The folders that an argument names; a comma in the name of one that is there is no separator."""
+    if Path(argument).exists():
+        return [Path(argument)]
+    return [Path(part) for part in argument.split(",") if part] or [Path(argument)]
 
 
 def open_groups(arguments: Sequence[str]) -> list[Group]:
-    """`open_group` of each; groups whose folders have one name are called by their arguments instead."""
+    """`open_group` of each; other folders of one name are called by the shortest ends of their paths that tell them
+    apart.
+    """
     groups = [open_group(argument) for argument in arguments]
-    names = [group.name for group in groups]
-    pairs = zip(groups, arguments, strict=True)
-    return [replace(group, name=argument) if names.count(group.name) > 1 else group for group, argument in pairs]
+    names = distinct_names([_places(argument) for argument in arguments])
+    run_names = iter(distinct_names([[run.path] for group in groups for run in group.runs]))
+    return [
+        Group(name, tuple(replace(run, name=next(run_names)) for run in group.runs))
+        for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def distinct_names(named: Sequence[Sequence[Path]]) -> list[str]:
+    """A name for each item, one or several folders: their names, joined by commas, each with as few of its parents as
+    tell the item apart from all others, and its folders from each other. Items of the same folders have the same name.
+    """
+    items = [tuple(path.resolve() for path in paths) for paths in named]
+
+    def ends(item: tuple[Path, ...], parts: int) -> list[str]:
+        return [str(Path(*path.parts[-parts:])) for path in item]
+
+    def unclear(item: tuple[Path, ...], parts: int) -> bool:
+        own = ends(item, parts)
+        return len(set(own)) < len(set(item)) or any(own == ends(other, parts) for other in items if other != item)
+
+    found = []
+    for item in items:
+        parts, deepest = 1, max(len(path.parts) for path in item)
+        while parts < deepest and unclear(item, parts):
+            parts += 1
+        found.append(",".join(ends(item, parts)))
+    return found
 
 
 def _check_seeds(argument: str, runs: tuple[Run, ...]) -> None:

@@ -231,6 +231,45 @@ def test_only_an_earlier_comparison_is_overwritten(
     assert "is a file" in capsys.readouterr().err
 
 
+def test_a_run_folder_is_no_place_for_a_comparison(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "mine", losses(steps=20), settings=config())
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert compare(runs, "base a", folder) == 2
+    said = capsys.readouterr().err
+    assert f"--out {folder}: is a run folder" in said
+    assert f"for example {folder / 'comparison'}." in said
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert compare(runs, "base a", folder / "comparison") == 0
+
+
+def test_a_changed_recipe_is_noted_everywhere(
+    runs: Path, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = {3: {"precision/recipe": "fp8_block"}}
+    folder = make_run(
+        tmp_path / "resumed", losses(steps=STEPS, own_seed=1), settings=config(), extra=changed, val=validation(1.0)
+    )
+    assert main([str(runs / "base"), str(folder), "--out", str(out)]) == 0
+    note = "resumed: recipe changed to fp8_block at step 3"
+    assert note in capsys.readouterr().out.splitlines()
+    assert result(out)["runs"][0]["notes"] == [note]
+    assert f"<p>{note}</p>" in (out / "report.html").read_text()
+
+
+def test_a_run_against_itself(runs: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(runs, "base a/../base", out) == 0
+    found = result(out)
+    note = "base: baseline and run are the same folder, and a run has no gap to itself"
+    assert (found["baseline"], found["runs"][0]["name"], found["runs"][0]["notes"]) == ("base", "base", [note])
+    said = capsys.readouterr().out
+    assert note in said.splitlines()
+    assert str(runs) not in said
+    assert compare(runs, "base a", out) == 0
+    assert result(out)["runs"][0]["notes"] == []
+
+
 def test_the_page_needs_no_network_and_no_scripts(runs: Path, tmp_path: Path, real_pictures: None) -> None:
     odd = tmp_path / "<b>odd & co"
     quant = {

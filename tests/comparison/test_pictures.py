@@ -29,7 +29,8 @@ def comparison(tmp_path: Path) -> Comparison:
 
 def vertical_lines(figure: Figure) -> list[float]:
     axes = figure.axes[0]
-    return [float(line.get_xdata()[0]) for line in axes.lines if np.ptp(np.asarray(line.get_xdata(), dtype=float)) == 0]
+    drawn = [np.asarray(line.get_xdata(), dtype=float) for line in axes.lines]
+    return [float(places[0]) for places in drawn if len(places) and np.ptp(places) == 0]
 
 
 def texts(figure: Figure) -> list[str]:
@@ -68,6 +69,16 @@ def test_gap_shows_line_band_window_dots_and_the_switch(comparison: Comparison) 
     assert window.get_x() + window.get_width() == STEPS * TOKENS_PER_STEP
     low, high = axes.get_ylim()
     assert low < 0 < high
+
+
+def test_a_changed_recipe_is_marked(tmp_path: Path) -> None:
+    make_run(tmp_path / "base", losses(steps=50), settings=config())
+    changed = {20: {"precision/recipe": "fp8_block"}}
+    make_run(tmp_path / "run", losses(steps=50, own_seed=1), settings=config(), extra=changed)
+    baseline, *groups = open_groups([str(tmp_path / "base"), str(tmp_path / "run")])
+    for figure in (loss_figure(compare(baseline, groups)), gap_figure(compare(baseline, groups))):
+        assert texts(figure)[0] == "run: recipe fp8_block"
+        assert vertical_lines(figure) == [20 * TOKENS_PER_STEP]
 
 
 def test_colours_differ_and_the_baseline_is_black(tmp_path: Path) -> None:

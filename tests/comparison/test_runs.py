@@ -113,6 +113,19 @@ def test_switches_of_precision(tmp_path: Path) -> None:
     assert every_line.switches == at_the_switch.switches == (Switch(3, 30, "forward bf16, backward recipe"),)
 
 
+def test_a_recipe_that_changed_on_resume(tmp_path: Path) -> None:
+    passes = {"precision/forward": "recipe", "precision/backward": "recipe"}
+    lines = [line(1, **passes), line(2), line(3, **passes, **{"precision/recipe": "fp8_block"}), line(4, **passes)]
+    run = open_run(write(tmp_path / "a", *lines))
+    assert run.switches == (Switch(3, 30, "recipe fp8_block"),)
+    assert run.notes == ("recipe changed to fp8_block at step 3",)
+    again = open_run(write(tmp_path / "b", *lines, line(5, **{"precision/recipe": "bf16"})))
+    assert again.switches == (Switch(3, 30, "recipe fp8_block"), Switch(5, 50, "recipe bf16"))
+    assert again.notes == ("recipe changed to fp8_block at step 3", "recipe changed to bf16 at step 5")
+    on_each_line = [line(step, **{"precision/recipe": "fp8_block"}) for step in (5, 6, 7)]
+    assert open_run(write(tmp_path / "c", *on_each_line)).notes == ("recipe changed to fp8_block at step 5",)
+
+
 def test_seeds_by_folder_and_by_commas(tmp_path: Path) -> None:
     values = np.array([3.0, 2.0])
     for seed in (1, 2):
@@ -150,11 +163,37 @@ def test_nothing_to_open(tmp_path: Path) -> None:
         open_group(str(tmp_path / "missing"))
 
 
-def test_folders_of_one_name_are_called_by_their_paths(tmp_path: Path) -> None:
-    for parent in ("x", "y"):
-        make_run(tmp_path / parent / "run", np.array([3.0, 2.0]))
-    arguments = [str(tmp_path / "x" / "run"), str(tmp_path / "y" / "run")]
-    assert [group.name for group in open_groups(arguments)] == arguments
+def test_folders_of_one_name_have_the_shortest_names_that_tell_them_apart(tmp_path: Path) -> None:
+    for place in ("x/run", "y/run", "y/deep/run", "z/deep/run", "z/other"):
+        make_run(tmp_path / place, np.array([3.0, 2.0]))
+
+    def names(*places: str) -> list[tuple[str, str]]:
+        return [(group.name, group.runs[0].name) for group in open_groups([str(tmp_path / place) for place in places])]
+
+    assert names("x/run", "z/other") == [("run", "run"), ("other", "other")]
+    assert names("x/run", "y/run", "z/other") == [("x/run", "x/run"), ("y/run", "y/run"), ("other", "other")]
+    assert names("x/run", "y/deep/run", "z/deep/run") == [
+        ("x/run", "x/run"),
+        ("y/deep/run", "y/deep/run"),
+        ("z/deep/run", "z/deep/run"),
+    ]
+    assert names("x/run", "x/run") == [("run", "run")] * 2
+    assert names("x/run", "y/../x/run", "y/run") == [("x/run", "x/run")] * 2 + [("y/run", "y/run")]
+
+
+def test_seeds_of_one_name_have_the_shortest_names_that_tell_them_apart(tmp_path: Path) -> None:
+    for group in ("bf16", "nvfp4"):
+        for seed in (1, 2):
+            make_run(tmp_path / group / f"s{seed}", np.array([3.0, 2.0]), settings=config(seed))
+    by_folder = open_groups([str(tmp_path / "bf16"), str(tmp_path / "nvfp4")])
+    by_commas = open_groups([f"{tmp_path}/{group}/s2,{tmp_path}/{group}/s1" for group in ("bf16", "nvfp4")])
+    assert [group.name for group in by_folder] == ["bf16", "nvfp4"]
+    assert [group.name for group in by_commas] == ["bf16/s2,bf16/s1", "nvfp4/s2,nvfp4/s1"]
+    across = [f"{tmp_path}/bf16/s1,{tmp_path}/nvfp4/s2", str(tmp_path / "bf16" / "s2")]
+    assert [group.name for group in open_groups(across)] == ["s1,s2", "s2"]
+    make_run(tmp_path / "other" / "s1", np.array([3.0, 2.0]), settings=config(3))
+    assert open_groups([f"{tmp_path}/bf16/s1,{tmp_path}/other/s1"])[0].name == "bf16/s1,other/s1"
+    assert [run.name for group in by_folder for run in group.runs] == ["bf16/s1", "bf16/s2", "nvfp4/s1", "nvfp4/s2"]
 
 
 def test_config_differences_leave_out_places(tmp_path: Path) -> None:
