@@ -138,7 +138,7 @@ class _Reader:
         self.quant_step: int | None = None
         self.notes: list[str] = []
         self._passes = ""
-        self._recipe: str | None = None
+        self._recipes: dict[int, tuple[int, str]] = {}
         self._first_step: int | None = None
 
     def read(self) -> None:
@@ -159,6 +159,10 @@ class _Reader:
                 )
                 continue
             self._take(record, number)
+        for step, (tokens, recipe) in sorted(self._recipes.items()):
+            self.switches.append(Switch(step, tokens, f"recipe {recipe}"))
+            self.notes.append(f"recipe changed to {recipe} at step {step}")
+        self.switches.sort(key=lambda switch: switch.step)
 
     def _take(self, record: Any, number: int) -> None:
         if not isinstance(record, dict):
@@ -178,17 +182,11 @@ class _Reader:
             if step != self._first_step:
                 self.switches.append(Switch(step, tokens, passes))
             self._passes = passes
-        self._take_recipe(record.get("precision/recipe"), step, tokens)
+        if isinstance(record.get("precision/recipe"), str):  # in the first line after a resume that changed it
+            self._recipes[step] = tokens, record["precision/recipe"]
         for name, value in record.items():
             if name.startswith("quant/") and isinstance(value, int | float):
                 self.quant[name], self.quant_step = float(value), step
-
-    def _take_recipe(self, recipe: Any, step: int, tokens: int) -> None:
-        """A line that names a recipe is the first one after the run was resumed with it."""
-        if isinstance(recipe, str) and recipe != self._recipe:
-            self.switches.append(Switch(step, tokens, f"recipe {recipe}"))
-            self.notes.append(f"recipe changed to {recipe} at step {step}")
-            self._recipe = recipe
 
     def _whole(self, record: dict[str, Any], name: str, number: int) -> int:
         value = record.get(name)

@@ -122,8 +122,17 @@ def test_a_recipe_that_changed_on_resume(tmp_path: Path) -> None:
     again = open_run(write(tmp_path / "b", *lines, line(5, **{"precision/recipe": "bf16"})))
     assert again.switches == (Switch(3, 30, "recipe fp8_block"), Switch(5, 50, "recipe bf16"))
     assert again.notes == ("recipe changed to fp8_block at step 3", "recipe changed to bf16 at step 5")
-    on_each_line = [line(step, **{"precision/recipe": "fp8_block"}) for step in (5, 6, 7)]
-    assert open_run(write(tmp_path / "c", *on_each_line)).notes == ("recipe changed to fp8_block at step 5",)
+    # A changed setting leaves the name as it was; of two lines of a step, the later one counts.
+    same_name = [line(5, **{"precision/recipe": "fp8_block"}), line(7, **{"precision/forward": "bf16"}), line(6)]
+    more = open_run(write(tmp_path / "c", *lines, *same_name, line(6, **{"precision/recipe": "nvfp4"})))
+    assert [(switch.step, switch.text) for switch in more.switches] == [
+        (3, "recipe fp8_block"),
+        (5, "recipe fp8_block"),
+        (6, "recipe nvfp4"),
+        (7, "forward bf16"),
+    ]
+    later = [line(3, **{"precision/recipe": name}) for name in ("fp8_block", "mxfp4")]
+    assert open_run(write(tmp_path / "d", line(1), *later)).switches == (Switch(3, 30, "recipe mxfp4"),)
 
 
 def test_seeds_by_folder_and_by_commas(tmp_path: Path) -> None:
