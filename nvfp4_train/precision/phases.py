@@ -8,9 +8,11 @@ are in force is a function of the step alone, so a resumed run needs no state to
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from nvfp4_train.config import ConfigError
@@ -100,6 +102,14 @@ def _first_step(phase: Phase, where: str, steps: int, tokens_per_step: int) -> i
         total = f"{steps} steps or {steps * tokens_per_step:,} tokens"
         raise PrecisionError(
             f"{where} starts after {phase.start}, which is {done} steps, but the run ends after {total}: it would "
-            "never begin. Start it earlier, for example at a share of the run such as 0.82, or leave it out."
+            f"never begin. The latest start is {_latest(steps)}. Start it there or earlier, or leave it out."
         )
     return done + 1
+
+
+def _latest(steps: int) -> str:
+    """The last start of a phase that still begins in a run of `steps`: steps, and a share where one fits."""
+    last = steps - 1
+    share = math.floor(Fraction(last, steps) * 1000) / 1000
+    as_share = f" (or {share:g} of the run)" if share > 0 else ""
+    return f"{last}, which leaves the last step to it{as_share}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from nvfp4_train.precision.config import Phase, PrecisionError
@@ -56,7 +58,8 @@ def test_a_phase_from_the_start_is_no_switch() -> None:
         ([Phase(20, "bf16"), Phase(10, "recipe")], ["precision.phases[1]", "10", "step 11", "step 21", "in order"]),
         ([Phase(20, "bf16"), Phase(0.2, "recipe")], ["precision.phases[1]", "step 21", "of its own"]),
         ([Phase(0, "bf16"), Phase(0, "recipe")], ["precision.phases[1]", "step 1"]),
-        ([Phase(100, "bf16")], ["precision.phases[0]", "100 steps", "never begin", "0.82"]),
+        ([Phase(100, "bf16")], ["precision.phases[0]", "100 steps", "never begin", "latest start is 99,", "0.99 of"]),
+        ([Phase(0.995, "bf16")], ["0.995", "100 steps", "latest start is 99,", "0.99 of"]),
         ([Phase("1M tokens", "bf16")], ["precision.phases[0]", "15625 steps", "6,400 tokens"]),
         ([Phase("soon", "bf16")], ["precision.phases[0].start", "'soon'", "8.2T tokens"]),
         ([Phase(-1, "bf16")], ["precision.phases[0].start", "-1"]),
@@ -69,3 +72,13 @@ def test_refusals(phases: list[Phase], parts: list[str]) -> None:
         resolve(phases, 100, 64)
     for part in parts:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 7, 10, 1000, 12345])
+def test_the_latest_start_that_is_named_begins(steps: int) -> None:
+    with pytest.raises(PrecisionError) as error:
+        resolve([Phase(steps, "bf16")], steps, 64)
+    found = re.search(r"latest start is (\d+), .*\(or (\S+) of the run\)", str(error.value))
+    assert found is not None
+    assert [stage.step for stage in resolve([Phase(int(found[1]), "bf16")], steps, 64).switches] == [steps]
+    assert resolve([Phase(float(found[2]), "bf16")], steps, 64).at(steps) == LATE
