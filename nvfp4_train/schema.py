@@ -48,7 +48,7 @@ def near_misses(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known dotted keys that look most like `word`, best first: the last part decides, the rest breaks ties."""
     parent, _, last = word.rpartition(".")
     scored = []
-    for key in known:
+    for key in dict.fromkeys(known):  # a group and a key may share a name
         other_parent, _, other_last = key.rpartition(".")
         alike = difflib.SequenceMatcher(None, last.lower(), other_last.lower()).ratio()
         if alike >= 0.7:

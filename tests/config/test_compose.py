@@ -107,6 +107,7 @@ def test_a_plus_before_a_group_is_harmless(overrides: list[str]) -> None:
         ("+data.pth=x", ["data.pth", "data.path"]),
         ("++data.pth=x", ["data.pth", "data.path"]),
         ("+stepss=10", ["stepss", "Did you mean steps?"]),
+        ("precison=bf16", ["precison", "Did you mean precision?"]),
         ("stepss=10", ["stepss", "steps"]),
         ("~stepss", ["stepss", "steps"]),
         ("lr=1", ["optimizer.lr"]),
