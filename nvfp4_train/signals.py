@@ -1,15 +1,37 @@
-"""SIGINT and SIGTERM: the first asks for an orderly stop, the second leaves at once. No torch here."""
+"""SIGINT and SIGTERM: the first asks for an orderly stop, the second leaves at once. No torch here.
+
+Before there is a run, while libraries are imported, the first leaves at once: an exception in the midst of an import
+would surface as a traceback, or be swallowed.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from nvfp4_train.exits import ExitCode
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def leave_at_once() -> Iterator[None]:
+    """Inside the block either signal ends the process with INTERRUPTED and one line."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        os.write(2, f"{signal.Signals(number).name}: interrupted, with no step under way\n".encode())
+        os._exit(ExitCode.INTERRUPTED)
+
+    former = {number: signal.signal(number, leave) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 class StopSignals:

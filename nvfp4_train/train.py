@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from data.quiet import quiet
-from nvfp4_train import cli
 from nvfp4_train.config import RunConfig
+from nvfp4_train.signals import leave_at_once
 
 
 def body(config: RunConfig) -> int:
     """The run, once the configuration is known to be good; torch and Megatron are imported here and not before."""
+    from data.quiet import quiet
+
     with quiet():  # a warning for every optional library that is not installed
         from nvfp4_train.trainer import train
     return train(config)
@@ -19,7 +20,10 @@ def body(config: RunConfig) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    return cli.run(body, "train", argv)
+    with leave_at_once():  # before the imports, which take seconds
+        from nvfp4_train import cli
+
+        return cli.run(body, "train", argv)
 
 
 if __name__ == "__main__":

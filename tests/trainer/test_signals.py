@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from nvfp4_train.exits import ExitCode
-from nvfp4_train.signals import StopSignals
+from nvfp4_train.signals import StopSignals, leave_at_once
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -39,3 +39,29 @@ def test_the_second_signal_leaves_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == ExitCode.INTERRUPTED
     assert "still here" not in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_imports_leaves_with_one_line(number: signal.Signals) -> None:
+    """It strikes within the import of the command line's modules, long before torch's."""
+    program = (
+        "import os, sys\n"
+        "class Strike:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'nvfp4_train.cli':\n"
+        f"            os.kill(os.getpid(), {int(number)})\n"
+        "from nvfp4_train.train import main\n"
+        "sys.meta_path.insert(0, Strike())\n"
+        "main(['--help'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == ExitCode.INTERRUPTED
+    assert done.stderr == f"{number.name}: interrupted, with no step under way\n"
+    assert done.stdout == ""
+
+
+def test_former_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with leave_at_once():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
