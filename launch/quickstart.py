@@ -1,6 +1,7 @@
 """The quickstart: one small hybrid, trained in FP8 and in NVFP4 on the same batches, and the gap between the two.
 
-Run it through `make quickstart`. A run that was interrupted goes on where it stopped; a finished one is not trained again.
+Run it through `make quickstart`. A run that was interrupted goes on where it stopped; a finished one is not
+trained again.
 """
 
 from __future__ import annotations

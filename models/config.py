@@ -11,7 +11,8 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A hybrid stack. One letter of `pattern` is one block: `M` Mamba-2, `*` attention, `-` feed-forward; `|` cuts pipeline stages.
+    """A hybrid stack. One letter of `pattern` is one block: `M` Mamba-2, `*` attention, `-` feed-forward; `|` cuts
+    pipeline stages.
 
     Attributes:
         pattern: for example `M-M*-`.
