@@ -6,12 +6,14 @@ import hashlib
 import json
 import logging
 import os
+import random
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -82,6 +84,8 @@ def process_groups(parallel: ParallelConfig, seed: int) -> Iterator[World]:
             )
         if not cuda:
             install_cpu_rng()
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # all that numpy's takes
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         yield World(
