@@ -100,7 +100,8 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
     )
     for line in (*describe_kernels(model), *summary(full_report)):
         say(line)
-    say(f"start-up test passed: {tested} combinations of formats, all three GEMMs, on {device_name(world.device)}")
+    combinations = "1 combination" if tested == 1 else f"{tested} combinations"
+    say(f"start-up test passed: {combinations} of formats, all three GEMMs, on {device_name(world.device)}")
     return QuantizedModel(model, runtime, assignments, passes, full_report)
 
 
