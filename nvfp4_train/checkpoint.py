@@ -7,7 +7,9 @@ weights-only loader.
 from __future__ import annotations
 
 import os
+import pickle
 import queue
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -139,10 +141,28 @@ def _load(path: Path, wanted: dict[str, Any], strict: str) -> dict[str, Any]:
     try:
         with megatron_device(), _weights_only(), quiet():
             return dist_checkpointing.load(wanted, str(path), strict=strict)
+    except pickle.UnpicklingError as error:
+        raise _not_loaded(path, str(error)) from None
     except (CheckpointingException, CheckpointException, KeyError) as error:
         failures = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
         reason = " ".join(str(failures[0] if failures else error).split())
+        if _refused_by_loader(reason):
+            raise _not_loaded(path, reason) from None
         raise CheckpointError(f"checkpoint {path} does not fit this model and optimizer: {reason}") from None
+
+
+def _refused_by_loader(reason: str) -> bool:
+    return "weights only load failed" in reason.lower() or "weights_only" in reason
+
+
+def _not_loaded(path: Path, reason: str) -> CheckpointError:
+    """The error for content that the weights-only loader refused. Its own text advises to run the content: not told."""
+    found = re.search(r"(?:GLOBAL|global:?|function|class:?|type)\s+([A-Za-z_]\w*(?:\.\w+)+)", reason)
+    what = found.group(1) if found else "something besides tensors and plain values"
+    return CheckpointError(
+        f"checkpoint {path} is not loaded: it refers to {what}, which no checkpoint needs, and loading it could run "
+        "foreign code. Use a checkpoint that this version of nvfp4_train wrote, or an older one of the run"
+    )
 
 
 @contextmanager

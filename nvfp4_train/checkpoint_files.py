@@ -40,6 +40,7 @@ class Header:
         precision: name of the recipe in use.
         environment: device, compute capability, backend and versions, compared on load.
         world: ranks that wrote it.
+        recipe: that recipe, key by key; None where only its name is known.
         format: of the whole folder.
     """
 
@@ -50,6 +51,7 @@ class Header:
     precision: str
     environment: dict[str, str]
     world: int
+    recipe: dict[str, Any] | None = None
     format: int = FORMAT
 
 
@@ -103,6 +105,9 @@ def damage(path: Path) -> str | None:
         for name in (HEADER, INDEX):
             if name not in sums:
                 return f"{SUMS} does not list {name}"
+        unlisted = sorted({entry.name for entry in path.iterdir()} - {*sums, SUMS})
+        if unlisted:  # a loader could prefer it to what was saved
+            return f"unlisted file {unlisted[0]}: {SUMS} does not know it"
         for name, expected in sums.items():
             with open(path / name, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected:

@@ -190,6 +190,14 @@ def test_damage_is_found_and_names_the_file(name: str, harm: str, make: Make, wo
     assert name in str(damage(path))
 
 
+@pytest.mark.parametrize("name", ["common.pt", "metadata.json", "__9_9.distcp"])
+def test_a_file_that_was_not_saved_is_damage(name: str, make: Make, world: World, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, state_of(make()), HEADER, 0, world).path
+    listed = (path / name).exists()
+    (path / name).write_bytes(b"{}")
+    assert str(damage(path)).startswith(f"{name} is damaged" if listed else f"unlisted file {name}")
+
+
 class Evil:
     """What someone might put where a checkpoint's index is expected."""
 
@@ -212,8 +220,9 @@ def test_plain_state_that_would_run_code_is_refused(make: Make, world: World, tm
     state = state_of(make())
     evil = replace(state, runtime=SimpleNamespace(state_dict=lambda: {"x": Evil(tmp_path / "ran")}))
     path = checkpoint.save(tmp_path / "c", evil, HEADER, 0, world).path
-    with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
+    with pytest.raises(CheckpointError, match=r"is not loaded: it refers to posix\.mkdir") as error:
         checkpoint.load(path, state, world)
+    assert "weights_only" not in str(error.value)
     assert not (tmp_path / "ran").exists()
 
 
