@@ -6,11 +6,14 @@ that is not finite is written as null, because JSON has no other word for it.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 from pathlib import Path
 from typing import Any
+
+from nvfp4_train.storage import named, write_atomic
 
 Metrics = dict[str, Any]
 
@@ -36,32 +39,45 @@ class MetricsFile:
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         line = json.dumps({name: finite_or_none(value) for name, value in metrics.items()}, allow_nan=False)
         data = (line + "\n").encode()
-        written = os.write(self._descriptor, data)
-        if written != len(data):
-            raise OSError(
-                f"{self.path}: {written} of {len(data)} bytes of a metrics line were written; the disk is full"
-            )
+        with named(self.path):
+            written = os.write(self._descriptor, data)
+            if written != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def cut_after(self, step: int) -> int:
-        """Drop the lines of steps after `step`, and a torn last line, all or none; returns how many went."""
+    def cut_after(self, step: int, first: int = 1) -> str | None:
+        """Drop the lines of steps after `step`, a torn last line, and lines that can't be read; keep all others.
+
+        Args:
+            step: of the checkpoint that the run goes on from.
+            first: step that the file begins with.
+
+        Returns:
+            A warning that names the file and what is lost, None where every step from `first` to `step` is there.
+        """
         self.close()
-        if not self.path.exists():
-            return 0
-        lines = self.path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if _step_of(line) <= step]
-        if len(kept) != len(lines):
-            temporary = self.path.with_name(self.path.name + ".tmp")
-            with open(temporary, "w") as file:
-                file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-        return len(lines) - len(kept)
+        content = self.path.read_bytes() if self.path.exists() else b""
+        lines = content.split(b"\n")
+        steps = [_step_of(line) for line in lines]
+        kept = [
+            line + b"\n" for line, number in zip(lines, steps, strict=True) if number is not None and number <= step
+        ]
+        if b"".join(kept) != content:
+            write_atomic(self.path, b"".join(kept))
+        unread = [
+            str(number) for number, line in enumerate(lines[:-1], 1) if line.strip() and steps[number - 1] is None
+        ]
+        missing = sorted(set(range(first, step + 1)) - set(steps))
+        if not unread and not missing:
+            return None
+        parts = [f"line {', '.join(unread)} can't be read and was dropped"] if unread else []
+        parts += [f"no line for step {_ranges(missing)}"] if missing else []
+        return f"{self.path}: {'; '.join(parts)}. The run goes on; these values are lost"
 
     def flush(self) -> None:
         """Make every line durable, as a checkpoint is that follows them."""
         if self._descriptor is not None:
-            os.fsync(self._descriptor)
+            with named(self.path):
+                os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Close the file; a later `write` opens it again."""
@@ -70,14 +86,24 @@ class MetricsFile:
             self._descriptor = None
 
 
-def _step_of(line: str) -> float:
-    """Step of a line; infinity for one that is torn or no JSON object, so that it is cut."""
-    if not line.endswith("\n"):
-        return math.inf
+def _step_of(line: bytes) -> int | None:
+    """Step of a line; None for one that is torn or no JSON object with a step."""
     try:
-        return float(json.loads(line)["step"])
+        step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
-        return math.inf
+        return None
+    return step if type(step) is int else None
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`3, 5 to 7` of sorted numbers."""
+    groups: list[list[int]] = []
+    for number in numbers:
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return ", ".join(str(group[0]) if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in groups)
 
 
 def read_metrics(path: Path) -> list[Metrics]:
