@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     def say(line: str) -> None:
         print(line, file=sys.stderr if arguments.json else sys.stdout, flush=True)
 
-    from nvfp4_train.run_folder import load_config
+    from nvfp4_train.run_records import load_config
 
     config = replace(load_config(arguments.run), parallel=ParallelConfig())
     if arguments.precision is not None:

@@ -1,5 +1,8 @@
 """The folder of a run: made for one run, continued by the same run alone, never overwritten by another. No torch here.
 
+`prepare_run_folder` decides and writes nothing; `RunFolder.record` writes, once everything else is set up. A start that
+is refused, or that has no step left to take, leaves every file as it was.
+
 runs/quickstart-nvfp4-20260101-120000-3fa9/
     config.yaml         the configuration as used, every path absolute
     environment.json    versions, commit, host, device, world size, and a line for each start
@@ -14,7 +17,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -22,26 +24,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
 from nvfp4_train import checkpoint_files
 from nvfp4_train.checkpoint_files import CheckpointError
 from nvfp4_train.config import ConfigError, RunConfig
-from nvfp4_train.schema import differences, from_mapping, shown, to_yaml
+from nvfp4_train.run_records import BRANCH, CONFIG, ENVIRONMENT, PRECISION, load_config, read_branch, write_environment
+from nvfp4_train.schema import differences, shown, to_mapping, to_yaml
+from nvfp4_train.storage import refusal, temporary_of, write_atomic
 
-CONFIG, ENVIRONMENT, PRECISION, BRANCH, LOCK = (
-    "config.yaml",
-    "environment.json",
-    "precision.json",
-    "branch.json",
-    ".lock",
-)
+LOCK = ".lock"
 
 # What makes a run this run and no other, and the keys in there that only say how or where the same thing is done.
 IDENTITY = ("model", "data", "optimizer", "schedule", "seed", "steps")
 FREE_WITHIN_IDENTITY = ("model.recompute", "model.kernels", "data.prepared", "data.workers")
 # Keys that differ by their nature between starts of one run, and texts that follow from other keys.
 UNSAID = ("run_dir", "resume", "data.prepared", "precision.description", "precision.source", "precision.knobs")
+_FROM_HERE = " from here on"
 
 _locks: list[TextIO] = []
 
@@ -56,6 +53,8 @@ class RunFolder:
         decision: fresh (start at step 0), resume (go on from `checkpoint`) or branch (start from another run's).
         checkpoint: the checkpoint folder to load, None where fresh.
         notes: lines to print: what differs from the last start, damaged checkpoints that were passed over.
+        branch: of a branch: the run, checkpoint and step it started from.
+        made: folders that this start made, innermost first.
     """
 
     path: Path
@@ -63,6 +62,8 @@ class RunFolder:
     decision: str
     checkpoint: Path | None
     notes: tuple[str, ...] = ()
+    branch: dict[str, Any] | None = None
+    made: tuple[Path, ...] = ()
 
     @property
     def step(self) -> int:
@@ -79,20 +80,59 @@ class RunFolder:
         """The file of metrics."""
         return self.path / "metrics.jsonl"
 
+    @property
+    def first_step(self) -> int:
+        """The step of the first line of metrics."""
+        return 1 if self.branch is None else int(self.branch["step"]) + 1
+
+    def nothing_to_do(self) -> str | None:
+        """Why this start takes no step, None where it takes some. Nothing may be written then."""
+        if self.step >= self.config.steps:
+            why = f"this run is complete: {self.step} of {self.config.steps} steps"
+        elif self.config.stop_after is not None and self.step >= self.config.stop_after:
+            why = f"stopped after step {self.step}, as asked (stop_after={self.config.stop_after})"
+        else:
+            return None
+        ignored = [
+            f"not taken over: {note.removesuffix(_FROM_HERE)}" for note in self.notes if note.endswith(_FROM_HERE)
+        ]
+        return "\n".join([f"run folder {self.path}: {why}; nothing is written", *ignored])
+
     def announcement(self) -> str:
-        """The text to print at start: what was decided, what differs, and the whole configuration as used."""
+        """The text to print at start: what was decided, and what differs."""
         origin = {"fresh": "a new run", "resume": "continues", "branch": "a branch"}[self.decision]
         start = "" if self.checkpoint is None else f" from step {self.step} of {self.checkpoint}"
-        return "\n".join([f"run folder {self.path}: {origin}{start}", *self.notes, to_yaml(self.config).rstrip()])
+        return "\n".join([f"run folder {self.path}: {origin}{start}", *self.notes])
 
-    def write_precision(self, report: dict[str, Any]) -> None:
-        """Writes the precision report."""
-        write_atomic(self.path / PRECISION, json.dumps(report, indent=1) + "\n")
+    def record(self, environment: dict[str, Any], precision: dict[str, Any]) -> str:
+        """Writes what this start is: configuration, environment, precision report, origin of a branch.
+
+        Returns:
+            The text to print: the whole configuration as used, after what there is to say of the files.
+        """
+        config = to_yaml(self.config)
+        begun = has_begun(self.path)
+        if not begun:  # first: without it the other files would pass for a stranger's
+            write_atomic(self.path / CONFIG, config)
+        if self.branch is None:
+            (self.path / BRANCH).unlink(missing_ok=True)  # of a branch that came to no step
+        else:
+            write_atomic(self.path / BRANCH, json.dumps(self.branch, indent=1) + "\n")
+        write_atomic(self.path / PRECISION, json.dumps(precision, indent=1) + "\n")
+        start = {"decision": self.decision, "step": self.step, "changes": list(self.notes)}
+        notes = write_environment(self.path, environment, start)
+        if begun:  # last: a run that goes on keeps its configuration until all else is written
+            write_atomic(self.path / CONFIG, config)
+        return "\n".join([*notes, config.rstrip()])
+
+    def leave(self) -> None:
+        """Lets go of the folder, and takes it away where this start made it and left nothing in it."""
+        _remove_if_unused(self.path, self.made)
+        release_locks()
 
 
 def prepare_run_folder(
     config: RunConfig,
-    environment: dict[str, Any],
     is_main: bool = True,
     broadcast: Callable[[Any], Any] = lambda item: item,
 ) -> RunFolder:
@@ -100,7 +140,6 @@ def prepare_run_folder(
 
     Args:
         config: `run_dir`, `resume` and the rest decide.
-        environment: for `environment.json`.
         is_main: whether this rank decides.
         broadcast: given an item on each rank, returns the main rank's on all.
 
@@ -110,11 +149,14 @@ def prepare_run_folder(
     outcome: RunFolder | Exception | None = None
     if is_main:
         try:
-            outcome = _prepare(config, environment)
+            outcome = _prepare(config)
         except (ConfigError, CheckpointError) as error:
             outcome = error
         except OSError as error:
-            outcome = ConfigError(f"run_dir={config.run_dir or './runs'}: {error.strerror}: {error.filename}")
+            path = Path(config.run_dir or Path.cwd() / "runs")
+            outcome = refusal(error, path) or ConfigError(
+                f"run_dir={path}: {error.strerror or error}: {error.filename or path}. Choose another run_dir."
+            )
     outcome = broadcast(outcome)
     if isinstance(outcome, Exception):
         raise outcome
@@ -122,30 +164,42 @@ def prepare_run_folder(
     return outcome
 
 
-def _prepare(config: RunConfig, environment: dict[str, Any]) -> RunFolder:
+def _prepare(config: RunConfig) -> RunFolder:
     if config.run_dir is None:
-        path = _new_folder(Path.cwd() / "runs", f"{config.name}-{config.precision.name}")
+        parent = Path.cwd() / "runs"
+        made = _missing(parent)
+        path = _new_folder(parent, f"{config.name}-{config.precision.name}")
+        made = (path, *made)
         config = replace(config, run_dir=str(path))
     else:
         path = Path(config.run_dir)
+        made = _missing(path)
         _claim(path)
     _lock(path)
     try:
         folder = _continued(path, config) if has_begun(path) else _fresh_or_branch(path, config)
-        write_atomic(path / CONFIG, to_yaml(folder.config))
-        _write_environment(folder, environment)
-    except (ConfigError, CheckpointError):
+    except BaseException:
+        _remove_if_unused(path, made)
         release_locks()
-        _remove_if_unused(path)
         raise
-    return folder
+    return replace(folder, made=made)
 
 
-def _remove_if_unused(path: Path) -> None:
-    """Takes away a folder that was made for a run which was then refused."""
-    if [entry.name for entry in path.iterdir()] == [LOCK]:
-        (path / LOCK).unlink()
-        path.rmdir()
+def _missing(path: Path) -> tuple[Path, ...]:
+    """`path` and the folders above it that do not exist yet, innermost first."""
+    return tuple(folder for folder in (path, *path.parents) if not folder.exists())
+
+
+def _remove_if_unused(path: Path, made: tuple[Path, ...]) -> None:
+    """Takes away what a start that came to nothing left: its lock, and folders that it made. Called under the lock."""
+    own = {LOCK, *(temporary_of(path / name).name for name in (CONFIG, ENVIRONMENT, PRECISION, BRANCH))}
+    if {entry.name for entry in path.iterdir()} <= own:
+        for entry in path.iterdir():
+            entry.unlink()
+        for folder in made:
+            if any(folder.iterdir()):
+                break
+            folder.rmdir()
 
 
 def _new_folder(parent: Path, name: str) -> Path:
@@ -168,9 +222,10 @@ def _claim(path: Path) -> None:
     others = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
     if others and not (path / CONFIG).exists():
         listing = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        restore = f" If it was a run, restore {CONFIG}." if {"checkpoints", "metrics.jsonl"} & set(others) else ""
         raise ConfigError(
             f"run_dir={path}: is not empty ({listing}) and holds no run ({CONFIG} is missing). Nothing there is "
-            "overwritten: name a folder that is new, empty or holds this run."
+            f"overwritten: name a folder that is new, empty or holds this run.{restore}"
         )
 
 
@@ -215,10 +270,12 @@ def _fresh_or_branch(path: Path, config: RunConfig) -> RunFolder:
             f"resume={config.resume}: holds another model, and a branch takes its weights over:\n{_listing(blocking)}"
         )
     step = step_of(checkpoint)
-    write_atomic(
-        path / BRANCH, json.dumps({"run": str(parent), "checkpoint": str(checkpoint), "step": step}, indent=1) + "\n"
-    )
-    return RunFolder(path, config, "branch", checkpoint, tuple(notes))
+    if step >= config.steps:
+        raise ConfigError(
+            f"resume={config.resume}: the checkpoint is at step {step} and steps={config.steps}: set steps above {step}"
+        )
+    branch = {"run": str(parent), "checkpoint": str(checkpoint), "step": step}
+    return RunFolder(path, config, "branch", checkpoint, tuple(notes), branch)
 
 
 def _source(source: Path) -> tuple[Path, Path, list[str]]:
@@ -235,7 +292,10 @@ def _source(source: Path) -> tuple[Path, Path, list[str]]:
             f"resume={source}: there is no such folder. Write auto, never, a run folder or a checkpoint's."
         )
     if not (source / CONFIG).exists():
-        raise ConfigError(f"resume={source}: is neither a run folder nor a checkpoint's ({CONFIG} is missing).")
+        raise ConfigError(
+            f"resume={source}: is neither a run folder nor a checkpoint's ({CONFIG} is missing). Give the run_dir of "
+            "the run to start from, or one of the folders in its checkpoints/."
+        )
     checkpoint, problems = checkpoint_files.newest_whole(source / "checkpoints")
     if checkpoint is None:
         raise ConfigError(f"resume={source}: this run has no checkpoint yet.")
@@ -262,9 +322,16 @@ def _continued(path: Path, config: RunConfig) -> RunFolder:
     if config.resume not in ("auto", "never"):
         _check_named(path, config, checkpoint, branch)
     if checkpoint is not None:
-        return RunFolder(path, config, "resume", checkpoint, tuple(notes))
+        return RunFolder(path, config, "resume", checkpoint, tuple(notes), branch)
     if branch is not None:
-        return RunFolder(path, config, "branch", Path(branch["checkpoint"]), tuple(notes))
+        origin = Path(branch["checkpoint"])
+        problem = checkpoint_files.damage(origin)
+        if problem:
+            raise CheckpointError(
+                f"run_dir={path}: is a branch without a checkpoint of its own yet, and the one it starts from, "
+                f"{origin}, can't be used: {problem}. Restore it, or branch from another one in another run_dir."
+            )
+        return RunFolder(path, config, "branch", origin, tuple(notes), branch)
     return RunFolder(path, config, "fresh", None, tuple(notes))
 
 
@@ -295,7 +362,13 @@ def _changes(changed: dict[str, tuple[Any, Any]]) -> list[str]:
         other = {key: pair for key, pair in changed.items() if not key.startswith("precision.")}
         changed = {"precision": changed["precision.name"], **other}
     said = {key: pair for key, pair in changed.items() if not key.startswith(UNSAID)}
-    return [f"{key} was {_brief(old)}, is {_brief(new)} from here on" for key, (old, new) in said.items()]
+    return [f"{key} was {_brief(old)}, is {_brief(new)}{_FROM_HERE}" for key, (old, new) in said.items()]
+
+
+def recipe_of(config: RunConfig) -> dict[str, Any]:
+    """What of the precision decides the numbers, as plain values: all but descriptions and where it is computed."""
+    apart = {key.removeprefix("precision.") for key in (*UNSAID, "precision.backend")}
+    return {key: value for key, value in to_mapping(config)["precision"].items() if key not in apart}
 
 
 def _listing(changed: dict[str, tuple[Any, Any]]) -> str:
@@ -306,54 +379,6 @@ def _brief(value: Any) -> str:
     return shown(value).removesuffix(" (text)").removesuffix(" (a number)").removesuffix(" (a truth value)")
 
 
-def load_config(path: Path) -> RunConfig:
-    """The configuration of the run in a folder. Raises ConfigError where there is none or it can't be read."""
-    file = path / CONFIG
-    try:
-        mapping = yaml.safe_load(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}. A run folder holds {CONFIG}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: is damaged ({str(error).splitlines()[0]}).") from None
-    try:
-        return from_mapping(RunConfig, mapping)
-    except ValueError as error:
-        raise ConfigError(f"{file}: was written by another version or changed by hand: {error}") from None
-
-
-def read_branch(path: Path) -> dict[str, Any] | None:
-    """Where a branch came from (`run`, `checkpoint`, `step`), None for a run that is none."""
-    file = path / BRANCH
-    return json.loads(file.read_text()) if file.exists() else None
-
-
 def step_of(checkpoint: Path) -> int:
     """The step in a checkpoint folder's name."""
     return int(checkpoint.name.removeprefix(checkpoint_files.PREFIX))
-
-
-def _write_environment(folder: RunFolder, environment: dict[str, Any]) -> None:
-    """The environment of this start, with one line for every start so far."""
-    file = folder.path / ENVIRONMENT
-    starts = json.loads(file.read_text())["starts"] if file.exists() else []
-    start = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "decision": folder.decision,
-        "step": folder.step,
-        "host": environment.get("host"),
-        "device": environment.get("device"),
-        "world_size": environment.get("world_size"),
-        "commit": environment.get("commit"),
-        "changes": list(folder.notes),
-    }
-    write_atomic(file, json.dumps({**environment, "starts": [*starts, start]}, indent=1) + "\n")
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Writes a file whole or not at all: another name, flushed to the disk, then renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

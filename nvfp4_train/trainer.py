@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
+from typing import Any
 
 from data.loading import combine, sample_digest, train_batches
 from models.hybrid import global_name
@@ -31,11 +32,12 @@ from nvfp4_train.optimizer import build_optimizer, describe_groups, set_learning
 from nvfp4_train.passes import Batch, run_micro_batches
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.profiling import profiler
-from nvfp4_train.run_folder import RunFolder, prepare_run_folder, release_locks
+from nvfp4_train.run_folder import RunFolder, prepare_run_folder, recipe_of
 from nvfp4_train.schedule import build_schedule
 from nvfp4_train.schema import to_mapping
 from nvfp4_train.setup import build_quantized_model, compute_capability, device_name, open_datasets
 from nvfp4_train.signals import StopSignals
+from nvfp4_train.storage import refusals_said
 from nvfp4_train.throughput import Throughput, peak_memory_gib
 from nvfp4_train.trackers import start_tracker
 
@@ -52,12 +54,18 @@ def train(config: RunConfig) -> ExitCode:
         capability = compute_capability(world.device)
         console.say(choose_backend(config.precision, capability))
         surroundings = environment(device_name(world.device), world.size, capability)
+        folder = prepare_run_folder(config, world.is_main, lambda item: gather(item, world)[0])
         try:
-            folder = prepare_run_folder(config, surroundings, world.is_main, lambda item: gather(item, world)[0])
+            idle = folder.nothing_to_do()
+            if idle is not None:
+                console.say(idle)
+                return ExitCode.DONE
             console.say(folder.announcement())
-            return Trainer(folder, world, console).run(signals)
+            with refusals_said(folder.path):
+                return Trainer(folder, world, console).run(signals, surroundings)
         finally:
-            release_locks()
+            if world.is_main:
+                folder.leave()
 
 
 class Trainer:
@@ -66,6 +74,8 @@ class Trainer:
     Attributes:
         step, samples, tokens: done and consumed so far, skipped steps included.
         skipped: how many of the last steps in a row were skipped.
+        report: the precision report.
+        recipe_changed: whether the checkpoint that this run goes on from was trained in another recipe.
         saved_step: the step of the last checkpoint, or where the run began.
     """
 
@@ -78,11 +88,11 @@ class Trainer:
             (0, 0, 0, 0) if start is None else (start.step, start.samples, start.tokens, start.skipped)
         )
         self.saved_step = self.step
+        self.recipe_changed = folder.decision == "resume" and start is not None and _other_recipe(start, config)
         self.datasets = open_datasets(config, say, step=self.step, samples=self.samples)
 
         quantized = build_quantized_model(config, world, say)
-        if world.is_main:
-            folder.write_precision(quantized.report)
+        self.report = quantized.report
         self.model, self.runtime = quantized.model, quantized.runtime
         self.assignments, self.passes = quantized.assignments, quantized.passes
         self.parallel_model = wrap_data_parallel(self.model, config.parallel)
@@ -129,14 +139,14 @@ class Trainer:
 
     # ---- the run
 
-    def run(self, signals: StopSignals) -> ExitCode:
-        """Steps until the end, `stop_after`, a signal, or too many skipped steps."""
+    def run(self, signals: StopSignals, surroundings: dict[str, Any]) -> ExitCode:
+        """Steps until the end, `stop_after`, a signal, or too many skipped steps.
+
+        Args:
+            surroundings: for `environment.json`; the run folder's files are written here, when all else is ready.
+        """
         config = self.config
-        if self.step >= config.steps:
-            self.console.say(f"this run is complete: {self.step} of {config.steps} steps")
-            return ExitCode.DONE
-        if self.world.is_main:
-            self.metrics.cut_after(self.step)
+        checkpoint.on_main(self.world, partial(self._write_down, surroundings))
         if self.live_gap is not None:
             self.live_gap.restore(self.folder.path)
         self.tracker = start_tracker(
@@ -151,6 +161,13 @@ class Trainer:
             self.metrics.close()
             self.tracker.finish(code)
         return code
+
+    def _write_down(self, surroundings: dict[str, Any]) -> None:
+        """The run folder's files for this start, and the metrics cut to where it begins."""
+        self.console.say(self.folder.record(surroundings, self.report))
+        lost = self.metrics.cut_after(self.step, self.folder.first_step)
+        if lost is not None:
+            self.console.warn(lost)
 
     def _loop(self, signals: StopSignals, profile_step: Callable[[], None]) -> ExitCode:
         config = self.config
@@ -225,6 +242,7 @@ class Trainer:
             "memory/peak_gib": peak_memory_gib(),
             "data/hash": self._hash(micro_batches),
             **self._phase_marker(step, passes),
+            **self._recipe_marker(step),
             **(runtime.health.metrics() if runtime.sample_health else {}),
         }
 
@@ -284,6 +302,14 @@ class Trainer:
             return {}
         return {"precision/forward": passes.forward, "precision/backward": passes.backward}
 
+    def _recipe_marker(self, step: int) -> Metrics:
+        """Name of the recipe, in the first line after a resume that changed it.
+
+        The checkpoint says what it was trained in, so a marker that a crash cut off comes back with its step.
+        """
+        changed = self.recipe_changed and step == self.folder.step + 1
+        return {"precision/recipe": self.config.precision.name} if changed else {}
+
     def _hash(self, micro_batches: list[Batch]) -> str:
         """Hash of the global batch, the same in every layout: samples in the order of micro-batch, then rank."""
         mine = [[sample_digest(sample) for sample in batch["tokens"]] for batch in micro_batches]
@@ -316,6 +342,7 @@ class Trainer:
             precision=self.config.precision.name,
             environment=self._origin(),
             world=self.world.size,
+            recipe=recipe_of(self.config),
         )
         self.metrics.flush()
         keep = self.config.checkpoint.keep
@@ -329,6 +356,13 @@ class Trainer:
             return ExitCode.NON_FINITE
         self.console.say(f"interrupted after step {self.step}, which is saved; the same command goes on from there")
         return ExitCode.INTERRUPTED
+
+
+def _other_recipe(start: Header, config: RunConfig) -> bool:
+    """Whether the checkpoint was trained in another recipe than the one of now."""
+    if start.recipe is None:
+        return start.precision != config.precision.name
+    return start.recipe != recipe_of(config)
 
 
 def _due(every: int, step: int, steps: int) -> bool:

@@ -12,7 +12,8 @@ from nvfp4_train import cli
 from nvfp4_train.checks import value_at
 from nvfp4_train.compose import compose
 from nvfp4_train.config import RunConfig
-from nvfp4_train.run_folder import load_config, prepare_run_folder, release_locks
+from nvfp4_train.run_folder import prepare_run_folder, release_locks
+from nvfp4_train.run_records import load_config
 from nvfp4_train.schema import leaf_types, to_mapping
 
 # Values that are legal together and differ from every default. Paths are absolute, so that they are used as typed.
@@ -171,7 +172,8 @@ def test_used_printed_and_saved_are_what_was_typed(
     printed = yaml.safe_load(capsys.readouterr().out)
     assert {key: _at(printed, key) for key in values} == values
     try:
-        folder = prepare_run_folder(config, {})
+        folder = prepare_run_folder(config)
+        folder.record({}, {})
     finally:
         release_locks()
     assert load_config(folder.path) == folder.config

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import dist_checkpointing
@@ -100,14 +103,62 @@ def test_a_signal_saves_once_and_the_run_goes_on(
     assert_same_run(whole, parts)
 
 
-def test_a_run_that_is_complete_is_left_alone(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("again", ["bf16", "nvfp4"])
+def test_a_run_that_is_complete_is_left_alone(again: str, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     config = make("bf16", "steps=2")
     assert train(config) == ExitCode.DONE
-    before = lines(config)
+    before = files_of(config)
     capsys.readouterr()
-    assert train(config) == ExitCode.DONE
-    assert "complete: 2 of 2 steps" in capsys.readouterr().out
-    assert lines(config) == before
+    assert train(make(again, "steps=2")) == ExitCode.DONE
+    assert "complete: 2 of 2 steps; nothing is written" in capsys.readouterr().out
+    assert files_of(config) == before
+
+
+def files_of(config: RunConfig) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in Path(str(config.run_dir)).rglob("*") if file.is_file()}
+
+
+def test_a_recipe_that_changes_is_marked_until_it_is_saved(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def marked() -> list[tuple[int, str]]:
+        found = lines(make())
+        return [(line["step"], line["precision/recipe"]) for line in found if "precision/recipe" in line]
+
+    assert train(make("nvfp4", "stop_after=2")) == ExitCode.DONE
+    assert marked() == []
+    assert train(make("bf16", "stop_after=3")) == ExitCode.DONE
+    assert marked() == [(3, "bf16")]
+    with monkeypatch.context() as patch:  # dies after the files are written, before a step
+
+        def dies(self: object, batches: object) -> Metrics:
+            raise MemoryError
+
+        patch.setattr(trainer.Trainer, "_train_step", dies)
+        with pytest.raises(MemoryError):
+            train(make("bf16"))
+    assert marked() == []
+    assert train(make("bf16")) == ExitCode.DONE
+    assert marked() == [(3, "bf16")]
+    assert [line["step"] for line in lines(make())] == [1, 2, 3, 4]
+
+
+def test_a_knob_that_changes_is_another_recipe(make: Make) -> None:
+    assert train(make("nvfp4", "stop_after=2", "steps=3")) == ExitCode.DONE
+    assert train(make("nvfp4", "precision.rotation=null", "steps=3")) == ExitCode.DONE
+    assert ["precision/recipe" in line for line in lines(make())] == [False, False, True]
+
+
+def test_fresh_runs_that_are_the_same_have_the_same_checkpoints(make: Make) -> None:
+    """All of it but torch's index, which holds the path it was written under and an identity of the save."""
+    sums = []
+    for run in ("one", "two"):
+        random.seed(run)
+        np.random.seed(len(sums))
+        config = make("bf16", "steps=1", "evaluation.sequences=0", run=run)
+        assert train(config) == ExitCode.DONE
+        file = Path(str(config.run_dir)) / "checkpoints" / "step-00000001" / "integrity.json"
+        sums.append(json.loads(file.read_text())["files"])
+    assert {name for name in sums[0] if sums[0][name] != sums[1][name]} <= {".metadata"}
+    assert {"checkpoint.json", "__0_0.distcp"} <= sums[0].keys() == sums[1].keys()
 
 
 def test_evaluation_leaves_no_trace_in_training(make: Make) -> None:

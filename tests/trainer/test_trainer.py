@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from data.config import DataError
 from data.loading import batch_hash, train_batches
 from models.hybrid import named_linears
 from nvfp4_train import trainer
 from nvfp4_train.checkpoint_files import saved_steps
 from nvfp4_train.config import ConfigError, RunConfig
 from nvfp4_train.distributed import World, check_same
-from nvfp4_train.exits import ExitCode
+from nvfp4_train.exits import ExitCode, guarded
 from nvfp4_train.metrics import Metrics, read_metrics
 from nvfp4_train.precision.config import PrecisionError
 from nvfp4_train.precision.three_gemms import ThreeGemms
@@ -233,3 +235,44 @@ def test_ranks_with_other_settings_are_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(distributed, "gather", lambda item, world: seen)
     with pytest.raises(ConfigError, match=r"rank 1 .* config\.optimizer\.lr, versions\.torch than rank 0"):
         check_same(mine, world)
+
+
+def test_refused_data_leave_no_folder_and_no_configuration_on_the_screen(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError):
+        train(make("bf16", f"data.path={tmp_path / 'empty'}"))
+    assert not (tmp_path / "run").exists()
+    assert "hidden_size" not in capsys.readouterr().out
+
+
+def test_a_disk_that_fills_up_under_the_metrics_is_said_and_the_run_goes_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make()
+    real = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        return real(descriptor, data[:20] if data.startswith(b'{"step": 4') else data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nvfp4_train.metrics.os.write", full)
+        assert guarded(lambda: train(config)) == ExitCode.MISTAKE
+    said = capsys.readouterr().err
+    assert said == (
+        f"error: {config.run_dir}/metrics.jsonl: No space left on device. Free some space; "
+        "the same command goes on from the last checkpoint.\n"
+    )
+    assert train(config) == ExitCode.DONE
+    assert "warning" not in capsys.readouterr().out
+    assert [line["step"] for line in lines(config)] == [1, 2, 3, 4]
+
+
+def test_lost_lines_of_metrics_are_said_on_resume(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make("bf16", "stop_after=2", "steps=3")
+    assert train(config) == ExitCode.DONE
+    (Path(str(config.run_dir)) / "metrics.jsonl").write_text("")
+    assert train(make("bf16", "steps=3")) == ExitCode.DONE
+    assert f"warning: {config.run_dir}/metrics.jsonl: no line for step 1 to 2." in capsys.readouterr().out
+    assert [line["step"] for line in lines(config)] == [3]
