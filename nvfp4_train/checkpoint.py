@@ -30,7 +30,7 @@ from data.quiet import quiet
 from models.megatron_cpu import megatron_device
 from nvfp4_train import checkpoint_files as files
 from nvfp4_train.checkpoint_files import CheckpointError, Header
-from nvfp4_train.distributed import World, gather
+from nvfp4_train.distributed import World, gather, no_new_teams
 from nvfp4_train.optimizer import load_moments
 from nvfp4_train.random_state import random_states, set_random_states
 
@@ -81,7 +81,7 @@ def save(root: Path, state: TrainingState, header: Header, keep: int, world: Wor
 
     on_main(world, prepare)
     try:
-        with megatron_device(), quiet():
+        with megatron_device(), quiet(), no_new_teams():
             dist_checkpointing.save(content, str(temporary))
         on_main(world, finish)
     except (Exception, CheckpointException) as error:  # torch's is no Exception
@@ -139,7 +139,7 @@ def load_weights(path: Path, model: Any, runtime: Any) -> Loaded:
 
 def _load(path: Path, wanted: dict[str, Any], strict: str) -> dict[str, Any]:
     try:
-        with megatron_device(), _weights_only(), quiet():
+        with megatron_device(), _weights_only(), quiet(), no_new_teams():
             return dist_checkpointing.load(wanted, str(path), strict=strict)
     except pickle.UnpicklingError as error:
         raise _not_loaded(path, str(error)) from None

@@ -157,3 +157,19 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+@contextmanager
+def no_new_teams() -> Iterator[None]:
+    """What is done within leaves the threads of a CPU run as they are.
+
+    Collectives of a checkpoint are large enough for Gloo's own threads to compute with an OpenMP team each, and those
+    teams stay. GNU OpenMP stops spinning for good once a process has more threads in teams than processors: every
+    later step of a small model took one and a half times as long.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

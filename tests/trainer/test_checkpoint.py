@@ -23,7 +23,7 @@ from nvfp4_train import checkpoint, checkpoint_files, trainer
 from nvfp4_train.checkpoint import TrainingState
 from nvfp4_train.checkpoint_files import CheckpointError, Header, damage, newest_whole, saved_steps
 from nvfp4_train.config import OptimizerConfig, ParallelConfig, RunConfig
-from nvfp4_train.distributed import World, process_groups
+from nvfp4_train.distributed import World, no_new_teams, process_groups
 from nvfp4_train.exits import ExitCode
 from nvfp4_train.metrics import read_metrics
 from nvfp4_train.optimizer import build_optimizer, inner_optimizers, wrap_data_parallel
@@ -304,3 +304,14 @@ def test_another_machine_is_said_in_one_line(
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1
     assert "compute capability none there, 10.0 here" in warnings[0]
+
+
+def test_collectives_of_a_checkpoint_start_no_teams() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with no_new_teams():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
