@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +31,7 @@ from data.corpus import (
     open_corpus,
     write_manifest,
 )
+from data.durable import flush
 from data.readers import BadDocument, read_documents
 from data.sources import Source, find_source
 from data.splitting import Splitter
@@ -135,9 +135,9 @@ def _build(source: Source, config: DataConfig, folder: Path, say: Say) -> Corpus
         if tokenizer.name != BYTE:
             shutil.copyfile(tokenizer_path(config.tokenizer), building / "tokenizer.json")
         for path in (*building.iterdir(), building):
-            _sync(path)
+            flush(path)
         building.rename(folder)
-        _sync(folder.parent)
+        flush(folder.parent)
     except OSError as error:
         raise DataError(
             f"data.prepared: can't write {building}: {error.strerror or error}. Free space there (about "
@@ -268,12 +268,3 @@ def _report(corpus: Corpus, say: Say) -> None:
 
 def _hash_json(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Makes a file, or a folder's list of files, durable: a rename must not outlive what it names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

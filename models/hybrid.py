@@ -41,6 +41,12 @@ from models.shapes import BLOCK_LINEARS, MAMBA, num_blocks, padded_vocab_size, s
 _BLOCK_NAME = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 LINEAR_PATHS = tuple(path for pair in BLOCK_LINEARS.values() for path, _ in pair)
 _EMBEDDING = "embedding.word_embeddings.weight"
+# `model.recompute` in Megatron's words.
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 _NO_DECAY = ("A_log", "D", "dt_bias", "conv1d_weight", "conv1d_bias", "bias")
 
 
@@ -206,11 +212,6 @@ def _megatron_config(
     virtual_pipeline: int,
 ) -> TransformerConfig:
     """Our model in Megatron's words. Fusions that need Apex or Transformer Engine are off."""
-    recompute: dict[str, dict[str, Any]] = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }
     # Interleaved stages that batch their sends mix up activations and gradients.
     interleaved: dict[str, Any] = {"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual_pipeline > 1 else {}
     return TransformerConfig(
@@ -247,7 +248,7 @@ def _megatron_config(
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **recompute[config.recompute],
+        **_RECOMPUTE[config.recompute],
         **interleaved,
     )
 

@@ -146,20 +146,18 @@ class Mamba2Mixer(MambaMixer):
         self.use_mem_eff_path = True  # Megatron's name for: train through _ssm_training
         self._set_sizes(config, pg_collection.tp.size())
         self._make_parameters(config)
+        common = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         prefix = f"{name}." if name else ""
         self.in_proj = build_module(
             submodules.in_proj,
             d_model,
             2 * self.d_inner + 2 * self.ngroups * self.d_state + self.nheads,
-            config=config,
             init_method=config.init_method,
             gather_output=False,
-            bias=False,
             skip_bias_add=False,
-            is_expert=False,
             tp_comm_buffer_name="fc1",
-            tp_group=self.tp_group,
             name=f"{prefix}in_proj",
+            **common,
         )
         group_width = self.ngroups_local_tp * self.d_state
         inner = self.d_inner_local_tp
@@ -168,15 +166,12 @@ class Mamba2Mixer(MambaMixer):
             submodules.out_proj,
             self.d_inner,
             d_model,
-            config=config,
             init_method=config.output_layer_init_method,
-            bias=False,
             input_is_parallel=True,
             skip_bias_add=True,
-            is_expert=False,
             tp_comm_buffer_name="fc2",
-            tp_group=self.tp_group,
             name=f"{prefix}out_proj",
+            **common,
         )
         self.cp = self._context_parallel()
 

@@ -326,24 +326,24 @@ def _check_split(what: str, value: int, ranks: int) -> None:
         )
 
 
-def _check_attention(config: ModelConfig, tensor: int) -> None:
-    heads, groups = config.num_attention_heads, config.num_query_groups
+def _check_groups(heads_name: str, heads: int, groups_name: str, groups: int) -> None:
     if heads % groups:
         raise ModelError(
-            f"num_attention_heads={heads} is not a multiple of num_query_groups={groups}: every group serves equally "
-            f"many heads. Use {nearest_multiples(heads, groups)} heads, or a number of groups that divides {heads}"
+            f"{heads_name}={heads} is not a multiple of {groups_name}={groups}: every group serves equally many heads. "
+            f"Use {nearest_multiples(heads, groups)} heads, or a number of groups that divides {heads}"
         )
+
+
+def _check_attention(config: ModelConfig, tensor: int) -> None:
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    _check_groups("num_attention_heads", heads, "num_query_groups", groups)
     _check_split("num_attention_heads", heads, tensor)
     _check_split("num_query_groups", groups, tensor)
 
 
 def _check_mamba(config: ModelConfig, tensor: int, context: int) -> None:
     heads, groups = config.mamba_num_heads, config.mamba_num_groups
-    if heads % groups:
-        raise ModelError(
-            f"mamba_num_heads={heads} is not a multiple of mamba_num_groups={groups}: every group serves equally many "
-            f"heads. Use {nearest_multiples(heads, groups)} heads, or a number of groups that divides {heads}"
-        )
+    _check_groups("mamba_num_heads", heads, "mamba_num_groups", groups)
     _check_split("mamba_num_groups", groups, tensor)
     _check_split("mamba_num_heads", heads, tensor)
     if (heads // tensor) % context:

@@ -12,7 +12,7 @@ import queue
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from data.quiet import quiet
 from models.megatron_cpu import megatron_device
 from nvfp4_train import checkpoint_files as files
 from nvfp4_train.checkpoint_files import CheckpointError, Header
-from nvfp4_train.distributed import World, gather, no_new_teams
+from nvfp4_train.distributed import World, gather, no_new_teams, on_main
 from nvfp4_train.optimizer import load_moments
 from nvfp4_train.random_state import random_states, set_random_states
 
@@ -201,16 +201,3 @@ def _bytes_of(content: dict[str, Any]) -> int:
     tensors = [item for item in nested_values(content) if isinstance(item, ShardedTensor | ShardedTensorFactory)]
     mine = [tensor.data for tensor in tensors if is_main_replica(tensor.replica_id)]
     return sum(data.numel() * data.element_size() for data in mine) + 2**20
-
-
-def on_main(world: World, action: Callable[[], None]) -> None:
-    """Run `action` on the main rank; where it fails there, every rank raises."""
-    failure: Exception | None = None
-    if world.is_main:
-        try:
-            action()
-        except Exception as error:
-            failure = error
-    failure = gather(failure, world)[0]
-    if failure is not None:
-        raise failure

@@ -11,7 +11,6 @@ checkpoints/
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -20,6 +19,9 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+
+from data.durable import flush
+from nvfp4_train.storage import FULL, write_atomic
 
 FORMAT = 1
 HEADER, LATEST, SUMS, INDEX = "checkpoint.json", "latest", "integrity.json", ".metadata"
@@ -190,31 +192,19 @@ def publish(temporary: Path, final: Path, header: Header) -> None:
     sums = {file.name: _sum(file) for file in sorted(temporary.iterdir())}
     (temporary / SUMS).write_text(json.dumps({"algorithm": "sha256", "files": sums}, indent=1) + "\n")
     for file in temporary.iterdir():
-        _flush(file)
-    _flush(temporary)
+        flush(file)
+    flush(temporary)
     if final.exists():  # a damaged one that the resumed run has come to again
         shutil.rmtree(final)
     os.rename(temporary, final)
-    _flush(final.parent)
-    pointer = final.with_name(LATEST)
-    new_pointer = pointer.with_name(LATEST + TEMPORARY)
-    new_pointer.write_text(final.name + "\n")
-    _flush(new_pointer)
-    os.replace(new_pointer, pointer)
-    _flush(final.parent)
+    flush(final.parent)
+    write_atomic(final.with_name(LATEST), final.name + "\n")
+    flush(final.parent)
 
 
 def _sum(file: Path) -> str:
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def remove_temporary(root: Path) -> None:
@@ -249,7 +239,7 @@ def no_room(root: Path, needed: int, free: int) -> CheckpointError:
 def out_of_space(error: BaseException | None) -> bool:
     """True where `error`, or what caused it, is the system's 'no space left' or 'quota exceeded'."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in FULL:
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -157,6 +157,19 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def on_main(world: World, action: Callable[[], None]) -> None:
+    """Run `action` on the main rank; where it fails there, every rank raises."""
+    failure: Exception | None = None
+    if world.is_main:
+        try:
+            action()
+        except Exception as error:
+            failure = error
+    failure = gather(failure, world)[0]
+    if failure is not None:
+        raise failure
 
 
 @contextmanager

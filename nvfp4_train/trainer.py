@@ -21,7 +21,15 @@ from nvfp4_train.checkpoint_files import Header, read_header
 from nvfp4_train.comparison.live import LiveGap
 from nvfp4_train.config import RunConfig
 from nvfp4_train.console import Console
-from nvfp4_train.distributed import World, any_rank, check_same, gather, gather_data_parallel, process_groups
+from nvfp4_train.distributed import (
+    World,
+    any_rank,
+    check_same,
+    gather,
+    gather_data_parallel,
+    on_main,
+    process_groups,
+)
 from nvfp4_train.environment import environment, versions
 from nvfp4_train.evaluation import validation_metrics
 from nvfp4_train.exits import ExitCode
@@ -146,7 +154,7 @@ class Trainer:
             surroundings: for `environment.json`; the run folder's files are written here, when all else is ready.
         """
         config = self.config
-        checkpoint.on_main(self.world, partial(self._write_down, surroundings))
+        on_main(self.world, partial(self._write_down, surroundings))
         if self.live_gap is not None:
             self.live_gap.restore(self.folder.path)
         self.tracker = start_tracker(
@@ -272,10 +280,8 @@ class Trainer:
         """What turned bad first on this rank: a weight, an output of the forward pass, or a gradient."""
 
         def forward() -> None:
-            with megatron_device(), self.runtime.evaluating():
-                for batch in micro_batches:
-                    tokens, labels = batch["tokens"].to(self.world.device), batch["labels"].to(self.world.device)
-                    self.model(tokens, labels=labels)
+            with self.runtime.evaluating():
+                run_micro_batches(self.parallel_model, micro_batches, self.runtime, self.world, training=False)
 
         weight = first_bad_weight(self.model)
         if weight is not None:

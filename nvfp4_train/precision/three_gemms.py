@@ -149,9 +149,8 @@ class ThreeGemms:
             return Factor(rounded.float() if x.is_cpu else rounded, None, "bf16")
         if call.evaluating and operand.rounding == "stochastic":
             operand = replace(operand, rounding="nearest")
-        key = sign_key = 0
-        if is_random(operand):
-            key, sign_key = self._key(f"{gemm_name}.{kind}", call), self._key(f"{gemm_name}.signs", call)
+        key = self._key(f"{gemm_name}.{kind}", call) if is_random(operand) else 0
+        sign_key = self._key(f"{gemm_name}.signs", call) if operand.signs == "fresh" else 0
         name = f"{self.name}.{kind}"
         amax = self.runtime.delayed_amax(name) if operand.format == "fp8_delayed" else None
         values = quantize_operand(
