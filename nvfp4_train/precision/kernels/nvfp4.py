@@ -34,6 +34,24 @@ AMAX_SIZE = tl.constexpr(SLOTS * SLOT_STRIDE)
 
 
 @triton.jit
+def load_rows(base, columns, mask):
+    """16 rows from `base` on, FP32; zeros where masked."""
+    rows = ()
+    for i in tl.static_range(16):
+        rows = rows + (to_float32(tl.load(base + i * columns, mask=mask, other=0.0)),)
+    return rows
+
+
+@triton.jit
+def largest_of(rows):
+    """Largest magnitude of 16 rows, column by column."""
+    largest = tl.abs(rows[0])
+    for i in tl.static_range(1, 16):
+        largest = tl.maximum(largest, tl.abs(rows[i]))
+    return largest
+
+
+@triton.jit
 def rotated_rows(rows, signs: tl.constexpr):
     """16 rows times diag(sign) / 4 * H16 along the rows, unrounded; bit i of `signs` is set where sign i is -1."""
     scaled = ()
@@ -57,10 +75,7 @@ def amax_kernel(
     for step in range(GROUPS):
         group = tl.program_id(0) * GROUPS + step
         mask = (n < columns) & (group < groups)
-        base = x + group.to(tl.int64) * 16 * columns + n
-        rows = ()
-        for i in tl.static_range(16):
-            rows = rows + (to_float32(tl.load(base + i * columns, mask=mask, other=0.0)),)
+        rows = load_rows(x + group.to(tl.int64) * 16 * columns + n, columns, mask)
         if ROW:
             for i in tl.static_range(16):
                 row_largest = larger(row_largest, rows[i])
@@ -124,9 +139,7 @@ def values_kernel(
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = n < columns
     base = first * columns + n
-    rows = ()
-    for i in tl.static_range(16):
-        rows = rows + (to_float32(tl.load(x + base + i * columns, mask=mask, other=0.0)),)
+    rows = load_rows(x + base, columns, mask)
     if ROW:
         amax_bits = load_amax(amax)
         encode, decode = tensor_scales(amax_bits)
@@ -146,9 +159,7 @@ def values_kernel(
         operand = ()
         for i in tl.static_range(16):
             operand = operand + (rounded_to(rows[i], x.dtype.element_ty),)
-        largest = tl.abs(operand[0])
-        for i in tl.static_range(1, 16):
-            largest = tl.maximum(largest, tl.abs(operand[i]))
+        largest = largest_of(operand)
         scale, block_encode = block_scales(largest, encode)
         words = operand
         if COLUMN_STOCHASTIC:
@@ -179,12 +190,8 @@ def weight_values_kernel(w, amax, out, scales, columns, BLOCK: tl.constexpr):
     amax_bits = load_amax(amax)
     encode, decode = tensor_scales(amax_bits)
     store_scales(scales, decode, amax_bits)
-    rows = ()
-    for i in tl.static_range(16):
-        rows = rows + (to_float32(tl.load(w + base + i * columns, mask=mask, other=0.0)),)
-    largest = tl.abs(rows[0])
-    for i in tl.static_range(1, 16):
-        largest = tl.maximum(largest, tl.abs(rows[i]))
+    rows = load_rows(w + base, columns, mask)
+    largest = largest_of(rows)
     scale, block_encode = block_scales(tl.max(tl.reshape(largest, (BLOCK // 16, 16)), 1), encode)
     for i in tl.static_range(16):
         blocks = tl.reshape(rows[i], (BLOCK // 16, 16)) * block_encode[:, None]
