@@ -106,11 +106,14 @@ def row_values(row, encode, words, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def store_scales(scales, decode, amax_bits):
-    """s_dec and amax of a tensor, by one program of the grid."""
+def stored_scales(amax, scales):
+    """s_enc of a tensor from its amax slots; one program of the grid writes s_dec and amax to `scales`."""
+    amax_bits = load_amax(amax)
+    encode, decode = tensor_scales(amax_bits)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(scales, decode)
         tl.store(scales + 1, amax_bits.to(tl.float32, bitcast=True))
+    return encode
 
 
 @triton.jit(do_not_specialize=["row_key", "column_key"])
@@ -141,9 +144,7 @@ def values_kernel(
     base = first * columns + n
     rows = load_rows(x + base, columns, mask)
     if ROW:
-        amax_bits = load_amax(amax)
-        encode, decode = tensor_scales(amax_bits)
-        store_scales(scales, decode, amax_bits)
+        encode = stored_scales(amax, scales)
         words = rows
         for i in tl.static_range(16):
             if ROW_STOCHASTIC and i % 4 == 0:
@@ -151,9 +152,7 @@ def values_kernel(
             values = row_values(rows[i], encode, words[i % 4], ROW_STOCHASTIC, BLOCK)
             tl.store(row_out + base + i * columns, values.to(row_out.dtype.element_ty), mask=mask)
     if COLUMN:
-        amax_bits = load_amax(amax + AMAX_SIZE)
-        encode, decode = tensor_scales(amax_bits)
-        store_scales(scales + 2, decode, amax_bits)
+        encode = stored_scales(amax + AMAX_SIZE, scales + 2)
         if SIGNS >= 0:
             rows = rotated_rows(rows, SIGNS)
         operand = ()
@@ -187,9 +186,7 @@ def weight_values_kernel(w, amax, out, scales, columns, BLOCK: tl.constexpr):
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = n < columns
     base = first * columns + n
-    amax_bits = load_amax(amax)
-    encode, decode = tensor_scales(amax_bits)
-    store_scales(scales, decode, amax_bits)
+    encode = stored_scales(amax, scales)
     rows = load_rows(w + base, columns, mask)
     largest = largest_of(rows)
     scale, block_encode = block_scales(tl.max(tl.reshape(largest, (BLOCK // 16, 16)), 1), encode)
