@@ -110,6 +110,13 @@ def any_rank(flag: bool, world: World) -> bool:
     return bool(agreed.item())
 
 
+def largest_over_stage(values: torch.Tensor) -> None:
+    """In place, the maximum over all ranks that hold the same linears: those of a pipeline stage."""
+    group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+    if group.size() > 1:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+
+
 def gather(item: Any, world: World) -> list[Any]:
     """`item` of every rank, in the order of ranks, on every rank."""
     if world.size == 1:

@@ -12,7 +12,7 @@ from nvfp4_train.precision.config import PrecisionConfig, PrecisionError
 from nvfp4_train.precision.phases import resolve
 from nvfp4_train.schedule import build_schedule
 
-# Training runs in one process so far: what is refused by name, with the one value that is there. Lift it here.
+# Ranks can only hold whole copies of the model so far: what is refused by name, with the one value that is there.
 NOT_YET = {
     "expert": 1,
     "tensor": 1,
@@ -22,7 +22,6 @@ NOT_YET = {
     "context": 1,
     "distributed_optimizer": False,
 }
-MOST_PROCESSES = 1
 
 
 def tokens_per_step(config: RunConfig) -> int:
@@ -36,8 +35,7 @@ def check_run(config: RunConfig, world_size: int = 1) -> None:
     Raises ConfigError, ModelError or PrecisionError: what does not fit, all sizes involved, the nearest values that do.
     """
     parallel, data = config.parallel, config.data
-    if world_size == 1:
-        check_supported(parallel, world_size)  # before sizes are blamed that more processes would mend
+    check_supported(parallel)  # before sizes are blamed that more processes would mend
     check_layout(config, world_size)
     validate(
         config.model,
@@ -49,7 +47,6 @@ def check_run(config: RunConfig, world_size: int = 1) -> None:
         sequence_length=data.sequence_length,
         micro_batch=data.micro_batch,
     )
-    check_supported(parallel, world_size)
     assign(config.precision, linear_shapes(config.model), parallel.tensor)
     resolve(config.precision.phases, config.steps, tokens_per_step(config))
     build_schedule(config.schedule, config.optimizer, config.steps, tokens_per_step(config))
@@ -101,20 +98,15 @@ def _divisors_near(value: int, wanted: int) -> str:
     return " or ".join(map(str, below + above))
 
 
-def check_supported(parallel: ParallelConfig, world_size: int) -> None:
+def check_supported(parallel: ParallelConfig) -> None:
     """Refuses by name the layouts that training does not have yet."""
     for name, value in NOT_YET.items():
         if getattr(parallel, name) != value:
             written = str(getattr(parallel, name)).lower()
             raise ConfigError(
-                f"parallel.{name}={written}: not there yet, training runs in one process for now. "
+                f"parallel.{name}={written}: not there yet, every rank holds the whole model for now. "
                 f"Write parallel.{name}={str(value).lower()}."
             )
-    if world_size > MOST_PROCESSES:
-        raise ConfigError(
-            f"world size {world_size}: not there yet, training runs in one process for now. Start it without torchrun, "
-            "or with --nproc-per-node 1 on one node."
-        )
 
 
 def choose_backend(precision: PrecisionConfig, capability: tuple[int, int] | None) -> str:

@@ -15,7 +15,7 @@ from data.prepare import prepare
 from models.hybrid import LinearClasses, build_model, describe_kernels, named_linears
 from models.shapes import count_parameters, flops_per_token, linear_shapes, padded_vocab_size
 from nvfp4_train.config import RunConfig
-from nvfp4_train.distributed import World
+from nvfp4_train.distributed import World, largest_over_stage
 from nvfp4_train.layout import tokens_per_step
 from nvfp4_train.precision.assignment import LinearPrecision, assign
 from nvfp4_train.precision.linear import QuantizedColumnParallelLinear, QuantizedRowParallelLinear, attach
@@ -77,6 +77,7 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
     runtime = PrecisionRuntime(
         config.seed, fuse_wgrad=config.optimizer.fuse_wgrad, amax_history=config.precision.amax_history
     )
+    runtime.amax_reduce = largest_over_stage
     tested = self_test(assignments, world.device)
     model = build_model(
         config.model,

@@ -6,7 +6,7 @@ import pytest
 
 from nvfp4_train.compose import compose, replaced
 from nvfp4_train.config import ConfigError, RunConfig
-from nvfp4_train.layout import check_layout, check_run, check_supported, choose_backend, tokens_per_step
+from nvfp4_train.layout import check_layout, check_run, choose_backend, tokens_per_step
 from nvfp4_train.precision.config import PrecisionError
 
 
@@ -68,11 +68,6 @@ def test_layouts_that_fit(base: RunConfig, world: int, tensor: int, batch: int, 
 def test_layouts_that_are_not_there_yet_are_refused_by_name(base: RunConfig, key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"{key}={str(value).lower()}: not there yet.*Write {key}="):
         check_run(replaced(base, {key: value}))
-
-
-def test_several_processes_are_not_there_yet(base: RunConfig) -> None:
-    with pytest.raises(ConfigError, match="world size 2: not there yet"):
-        check_supported(base.parallel, 2)
 
 
 def test_a_run_that_can_be_trained(base: RunConfig) -> None:
