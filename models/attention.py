@@ -44,6 +44,13 @@ def positions_of_rank(rank: int, ranks: int, local_length: int, device: torch.de
     return torch.cat((early, late))
 
 
+def _positions(ranks: int, local_length: int, device: torch.device) -> list[Tensor]:
+    """The positions that each context rank holds."""
+    if ranks == 1:
+        return [torch.arange(local_length, device=device)]
+    return [positions_of_rank(rank, ranks, local_length, device) for rank in range(ranks)]
+
+
 class CausalAttention(MegatronModule):
     """softmax(Q K^T / sqrt(head size)) V over what came before, for Megatron's SelfAttention."""
 
@@ -77,19 +84,30 @@ class CausalAttention(MegatronModule):
         Args:
             query: [s, b, heads, size]; with context parallelism the rank's two pieces of the sequence.
             key, value: [s, b, groups, size].
+            packed_seq_params: its `seq_idx` [b, s] numbers the documents of each whole row; tokens see their own alone.
 
         Returns:
             [s, b, heads * size] in the query's dtype.
         """
         assert attention_bias is None, "biased attention is not supported"
-        assert packed_seq_params is None, "packed sequences are not supported"
+        documents = None if packed_seq_params is None else packed_seq_params.seq_idx
         mask, ranks = None, self.cp_group.size()
+        if ranks > 1 or documents is not None:
+            places = _positions(ranks, query.shape[0], query.device)
+            mask = _visible(places[self.cp_group.rank()], torch.cat(places), documents)
         if ranks > 1:
-            places = [positions_of_rank(rank, ranks, query.shape[0], query.device) for rank in range(ranks)]
-            mask = places[self.cp_group.rank()][:, None] >= torch.cat(places)[None, :]
             key, value = _GatherSequence.apply(key, self.cp_group), _GatherSequence.apply(value, self.cp_group)
         out = _attend(query, key, value, mask, self.scale)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _visible(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
+    """Which keys a query sees, by their positions in the row: [queries, keys], or [b, 1, queries, keys] by document."""
+    causal = queries[:, None] >= keys[None, :]
+    if documents is None:
+        return causal
+    same = documents[:, queries].unsqueeze(-1) == documents[:, keys].unsqueeze(-2)
+    return (same & causal).unsqueeze(1)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

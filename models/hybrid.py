@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -117,6 +118,7 @@ class LanguageModel(HybridModel):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        documents: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Loss of every token, or logits.
@@ -125,11 +127,16 @@ class LanguageModel(HybridModel):
             input_ids: [b, s] token ids.
             position_ids, attention_mask: not used: there are no position embeddings, and attention is causal.
             labels: [b, s] next tokens, or None for logits.
+            documents: [b, s] int32, the number of each token's document in its row, never falling: attention,
+                convolution and state stay within a document. Whole rows on every context rank, on every pipeline stage.
+                None: one document a row.
 
         Returns:
             [b, s] FP32 cross entropy in nats; [b, s, padded vocabulary / tensor ranks] BF16 logits without labels;
             [s, b, hidden] BF16 on a pipeline stage that is not the last.
         """
+        if documents is not None:  # the name under which Megatron's layers hand it on
+            kwargs["packed_seq_params"] = PackedSeqParams(qkv_format="sbhd", seq_idx=documents)
         return super().forward(input_ids, position_ids, attention_mask, labels=labels, **kwargs)
 
     def _scale_logits(self, logits: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def choose_kernels(config: ModelConfig, device: torch.device) -> MambaKernels:
     return MambaKernels(partial(_fused_core, ops.mamba_split_conv1d_scan_combined), f"Mamba scan: {mamba} with {conv}")
 
 
-def _fused_core(kernel: Any, projected: Tensor, weights: MambaWeights) -> Tensor:
+def _fused_core(kernel: Any, projected: Tensor, weights: MambaWeights, documents: Tensor | None) -> Tensor:
     """Convolution, scan and gate in one kernel call: [s, b, z + x + B + C + dt] -> [s, b, d_inner], BF16.
 
     The kernels take BF16 activations beside FP32 parameters and keep sums and states in FP32.
@@ -77,14 +77,16 @@ def _fused_core(kernel: Any, projected: Tensor, weights: MambaWeights) -> Tensor
         headdim=weights.head_dim,
         ngroups=weights.num_groups,
         norm_before_gate=False,
+        seq_idx=documents,
     )
     return y.transpose(0, 1).contiguous()
 
 
-def _scan_core(kernel: Any, projected: Tensor, weights: MambaWeights) -> Tensor:
+def _scan_core(kernel: Any, projected: Tensor, weights: MambaWeights, documents: Tensor | None) -> Tensor:
     """The same with torch's convolution, where causal-conv1d is not installed."""
     z, xbc, dt = projected.split(weights.split_sizes, dim=-1)
-    xbc = F.silu(causal_convolution(xbc.float(), weights.conv_weight, weights.conv_bias)).to(ACTIVATION_DTYPE)
+    convolved = causal_convolution(xbc.float(), weights.conv_weight, weights.conv_bias, documents)
+    xbc = F.silu(convolved).to(ACTIVATION_DTYPE)
     z, xbc, dt = (t.transpose(0, 1).contiguous() for t in (z, xbc, dt))
     x, B, C = xbc.split(weights.convolved_sizes, dim=-1)
     y = kernel(
@@ -98,15 +100,17 @@ def _scan_core(kernel: Any, projected: Tensor, weights: MambaWeights) -> Tensor:
         z=z.unflatten(-1, (-1, weights.head_dim)),
         dt_bias=weights.dt_bias,
         dt_softplus=True,
+        seq_idx=documents,
     )
     return y.flatten(2).transpose(0, 1).contiguous()
 
 
 def compare_kernels(config: ModelConfig, kernels: MambaKernels, device: torch.device) -> float:
-    """Run the chosen core and the PyTorch one once, forward and backward, on a small random input of the model's sizes.
+    """Run the chosen core and the PyTorch one, forward and backward, on a small random input of the model's sizes: once
+    with rows of one document, once with borders between documents.
 
     Returns:
-        The largest relative error (2-norm) over the output and every gradient.
+        The largest relative error (2-norm) over the outputs and every gradient.
 
     Raises:
         ModelError: the error is beyond what BF16 explains, or not a number.
@@ -124,7 +128,7 @@ def compare_kernels(config: ModelConfig, kernels: MambaKernels, device: torch.de
 
 
 def _outputs_and_gradients(core: MixerCore, config: ModelConfig, device: torch.device) -> dict[str, Tensor]:
-    """Output and gradients of one pass, FP32, from the same random numbers at every call."""
+    """Outputs and gradients of both passes, FP32, from the same random numbers at every call."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -148,7 +152,19 @@ def _outputs_and_gradients(core: MixerCore, config: ModelConfig, device: torch.d
     leaves = {"input": projected, **parameters}
     for leaf in leaves.values():
         leaf.requires_grad_()
-    y = core(projected, MambaWeights(**parameters, **sizes))
-    gradients = torch.autograd.grad(y, list(leaves.values()), normal(*y.shape).to(y.dtype))
-    named = {f"the gradient of {name}": gradient.float() for name, gradient in zip(leaves, gradients, strict=True)}
-    return {"the output": y.detach().float(), **named}
+    length, chunk = projected.shape[0], config.mamba_chunk_size
+    borders = torch.tensor([[chunk // 2, chunk, chunk + 1], [3, chunk + 7, 2 * chunk]], device=device)
+    positions = torch.arange(length, device=device)
+    found: dict[str, Tensor] = {}
+    for kind, documents in (("", None), (" with borders between documents", _documents(positions, borders))):
+        y = core(projected, MambaWeights(**parameters, **sizes), documents)
+        gradients = torch.autograd.grad(y, list(leaves.values()), normal(*y.shape).to(y.dtype))
+        found[f"the output{kind}"] = y.detach().float()
+        for name, gradient in zip(leaves, gradients, strict=True):
+            found[f"the gradient of {name}{kind}"] = gradient.float()
+    return found
+
+
+def _documents(positions: Tensor, borders: Tensor) -> Tensor:
+    """[s] positions and [b, borders] first tokens of new documents -> [b, s] int32 numbers of documents."""
+    return (positions >= borders.unsqueeze(-1)).sum(1, dtype=torch.int32)

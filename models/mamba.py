@@ -66,7 +66,7 @@ class MambaWeights:
 # Elements of the decay matrices [tokens, heads, chunk] that a CPU handles at once.
 CPU_DECAY_ELEMENTS = 2**20
 
-MixerCore = Callable[[Tensor, MambaWeights], Tensor]
+MixerCore = Callable[[Tensor, MambaWeights, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,28 +77,32 @@ class MambaKernels:
     description: str
 
 
-def torch_core(projected: Tensor, weights: MambaWeights) -> Tensor:
+def torch_core(projected: Tensor, weights: MambaWeights, documents: Tensor | None = None) -> Tensor:
     """Convolution, scan and gate in plain torch, FP32 inside.
 
     Args:
         projected: [s, b, z + x + B + C + dt] from in_proj, BF16.
         weights: the rank's parameters.
+        documents: [b, s] int32, the number of each token's document in its row, never falling: neither convolution nor
+            state reaches over a border. None: one document a row.
 
     Returns:
         [s, b, d_inner], BF16.
     """
     if projected.device.type != "cpu":
-        return _convolve_scan_gate(projected, weights)
+        return _convolve_scan_gate(projected, weights, documents)
     # A few sequences at a time: the decay matrices of the scan then stay in a core's cache.
     sequences = max(1, CPU_DECAY_ELEMENTS // (projected.shape[0] * weights.num_heads * weights.chunk_size))
     pieces = projected.split(sequences, dim=1)
-    return torch.cat([_convolve_scan_gate(piece, weights) for piece in pieces], dim=1)
+    rows = [None] * len(pieces) if documents is None else documents.split(sequences)
+    done = [_convolve_scan_gate(piece, weights, row) for piece, row in zip(pieces, rows, strict=True)]
+    return torch.cat(done, dim=1)
 
 
-def _convolve_scan_gate(projected: Tensor, weights: MambaWeights) -> Tensor:
+def _convolve_scan_gate(projected: Tensor, weights: MambaWeights, documents: Tensor | None) -> Tensor:
     """[s, b, z + x + B + C + dt] BF16 -> scan(silu(convolution(x, B, C)), softplus(dt + dt_bias)) * silu(z), BF16."""
     z, xbc, dt = projected.float().split(weights.split_sizes, dim=-1)
-    xbc = F.silu(causal_convolution(xbc, weights.conv_weight, weights.conv_bias))
+    xbc = F.silu(causal_convolution(xbc, weights.conv_weight, weights.conv_bias, documents))
     x, B, C = xbc.split(weights.convolved_sizes, dim=-1)
     y = chunked_scan(
         x.unflatten(-1, (-1, weights.head_dim)),
@@ -108,6 +112,7 @@ def _convolve_scan_gate(projected: Tensor, weights: MambaWeights) -> Tensor:
         C.unflatten(-1, (weights.num_groups, -1)),
         weights.D,
         weights.chunk_size,
+        documents,
     )
     return (y.flatten(2) * F.silu(z)).to(ACTIVATION_DTYPE)
 
@@ -117,6 +122,14 @@ def mark_partitioned(parameter: nn.Parameter, parts: list[int] | None = None) ->
     attributes = {"tensor_model_parallel": True, "partition_dim": 0}
     for name, value in (attributes | ({"partition_sizes": parts} if parts else {})).items():
         setattr(parameter, name, value)
+
+
+class _WholeRows(MambaContextParallel):
+    """Megatron's exchange between context ranks for rows that are cut as one, wherever documents begin in them."""
+
+    def pre_conv_ssm(self, input_: Tensor, packed_seq_params: Any = None) -> Tensor:
+        """[s / ranks, b, ...] of all heads -> [s, b, ...] of this rank's."""
+        return super().pre_conv_ssm(input_)
 
 
 class Mamba2Mixer(MambaMixer):
@@ -204,7 +217,7 @@ class Mamba2Mixer(MambaMixer):
 
     def _context_parallel(self) -> MambaContextParallel:
         """Megatron's exchange of sequence pieces for heads, with each rank's slices of the parameters."""
-        return MambaContextParallel(
+        return _WholeRows(
             cp_group=self.pg_collection.cp,
             d_inner_local_tp=self.d_inner_local_tp,
             nheads_local_tp=self.nheads_local_tp,
@@ -221,7 +234,6 @@ class Mamba2Mixer(MambaMixer):
 
     def _ssm_training(self, zxBCdt: Tensor, packed_seq_params: Any = None) -> Tensor:
         """Everything between in_proj and out_proj: [s, b, z + x + B + C + dt] -> [s, b, d_inner], BF16."""
-        assert packed_seq_params is None, "packed sequences are not supported"
         weights = MambaWeights(
             conv_weight=self.cp.get_conv1d_weight(),
             conv_bias=self.cp.get_conv1d_bias(),
@@ -233,4 +245,5 @@ class Mamba2Mixer(MambaMixer):
             num_groups=self.cp.ngroups_local_tpcp,
             chunk_size=self.chunk_size,
         )
-        return self.norm(self.cp.post_conv_ssm(self.kernels.core(zxBCdt, weights)))
+        documents = None if packed_seq_params is None else packed_seq_params.seq_idx
+        return self.norm(self.cp.post_conv_ssm(self.kernels.core(zxBCdt, weights, documents)))

@@ -40,7 +40,8 @@ def run_micro_batches(
 
     Args:
         model: Megatron's data-parallel wrapper.
-        batches: `tokens`, `labels` and `loss_mask`, each [micro-batch, sequence].
+        batches: `tokens`, `labels` and `loss_mask`, each [micro-batch, sequence], and `documents` where these are kept
+            apart.
 
     Returns:
         The loss of the global batch, summed in the order of its micro-batches: the same bits in every layout.
@@ -73,7 +74,8 @@ def _forward(
     tokens, labels, mask = (
         batch[name].to(world.device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")
     )
-    return model(tokens, None, None, labels=labels), partial(_loss_sum, mask=mask)
+    documents = batch["documents"].to(world.device, non_blocking=True) if "documents" in batch else None
+    return model(tokens, None, None, labels=labels, documents=documents), partial(_loss_sum, mask=mask)
 
 
 def _loss_sum(losses: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

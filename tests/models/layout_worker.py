@@ -41,14 +41,21 @@ def make_tokens() -> Tensor:
     return torch.randint(0, CONFIG.vocab_size, (2, LENGTH + 1), generator=torch.Generator().manual_seed(4))
 
 
-def train_pass(model: Any, tokens: Tensor, rank: int, context: int, pipeline: int) -> Tensor | None:
+def make_documents() -> Tensor:
+    """[2, 32] numbers of documents: borders within, at and across what two context ranks hold."""
+    return torch.stack([torch.arange(LENGTH) // 5, (torch.arange(LENGTH) >= LENGTH // 2).long()]).int()
+
+
+def train_pass(
+    model: Any, tokens: Tensor, rank: int, context: int, pipeline: int, documents: Tensor | None = None
+) -> Tensor | None:
     """Loss [2, tokens of the rank] of the last stage after a backward pass of its sum, None on other stages."""
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     if context > 1:
         mine = positions_of_rank(rank, context, LENGTH // context, torch.device("cpu"))
         inputs, labels = inputs[:, mine], labels[:, mine]
     if pipeline == 1:
-        loss = model(inputs.contiguous(), labels=labels.contiguous())
+        loss = model(inputs.contiguous(), labels=labels.contiguous(), documents=documents)
         loss.sum().backward()
         return loss.detach()
     if rank == 0:
@@ -67,7 +74,7 @@ def train_pass(model: Any, tokens: Tensor, rank: int, context: int, pipeline: in
     return loss.detach()
 
 
-def run(rank: int, config: Any, layout: dict[str, Any]) -> dict[str, Any]:
+def run(rank: int, config: Any, layout: dict[str, Any], documents: Tensor | None = None) -> dict[str, Any]:
     """Weights, loss and gradients of this rank."""
     tensor, pipeline, context = (layout.get(name, 1) for name in ("tensor", "pipeline", "context"))
     parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
@@ -76,7 +83,7 @@ def run(rank: int, config: Any, layout: dict[str, Any]) -> dict[str, Any]:
         megatron_random.model_parallel_cuda_manual_seed(1)
     model = build_model(config, PLAIN, sequence_length=LENGTH, seed=1, **layout)
     with megatron_device():
-        loss = train_pass(model, make_tokens(), rank, context, pipeline)
+        loss = train_pass(model, make_tokens(), rank, context, pipeline, documents)
     gradients = {}
     for name, parameter in initial_names(model):
         if context > 1 or (layout.get("sequence") and not getattr(parameter, "tensor_model_parallel", False)):
@@ -102,6 +109,7 @@ def main() -> None:
     for name, layout in LAYOUTS.items():
         found[name] = run(rank, CONFIG, layout)
     found["tied pipeline"] = run(rank, TIED, LAYOUTS["pipeline"])
+    found["context documents"] = run(rank, CONFIG, LAYOUTS["context"], make_documents())
     torch.save(found, folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -42,3 +42,23 @@ def test_loss_equals_the_one_of_a_cpu(megatron: None, kernels: str) -> None:
         losses.append(model(inputs, labels=labels).detach().cpu())
     torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=0.03)
     assert abs(losses[1].mean() - losses[0].mean()) < 1e-3
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_last_token_of_one_document_does_not_move_the_next(megatron: None, kernels: str) -> None:
+    from models.hybrid import build_model
+    from tests.models.plain_linears import PLAIN
+
+    config = replace(load_model_config("quickstart"), kernels=kernels)
+    model = build_model(config, PLAIN, sequence_length=256, seed=1, device="cuda")
+    tokens = torch.randint(0, config.vocab_size, (2, 257), generator=torch.Generator().manual_seed(0))
+    inputs, labels = (t.contiguous().to("cuda") for t in (tokens[:, :-1], tokens[:, 1:]))
+    border = 131  # inside a chunk
+    documents = (torch.arange(256, device="cuda") >= border).int().expand(2, -1).contiguous()
+    changed = inputs.clone()
+    changed[:, border - 1] = (changed[:, border - 1] + 1) % config.vocab_size
+    before, after = (model(rows, labels=labels, documents=documents) for rows in (inputs, changed))
+    assert torch.equal(before[:, border:], after[:, border:])
+    assert not torch.equal(before[:, border - 1], after[:, border - 1])
+    alone = model(inputs[:, border:].contiguous(), labels=labels[:, border:].contiguous())
+    torch.testing.assert_close(before[:, border:], alone, rtol=0, atol=0.03)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.shapes import linear_shapes, stage_patterns
-from tests.models.layout_worker import CONFIG, LAYOUTS, LENGTH, TIED, make_tokens
+from tests.models.layout_worker import CONFIG, LAYOUTS, LENGTH, TIED, make_documents, make_tokens
 
 pytestmark = pytest.mark.slow
 Ranks = list[dict[str, Any]]
@@ -72,6 +72,14 @@ def shares_of(ranks: Ranks, layout: str) -> list[dict[str, Any]]:
     return shares if "tensor" in LAYOUTS.get(layout, {}) else [share | {"marks": {}} for share in shares]
 
 
+def in_order(shares: list[dict[str, Any]]) -> Tensor:
+    """The losses of both context ranks in the order of the row."""
+    from models.attention import positions_of_rank
+
+    places = torch.cat([positions_of_rank(rank, 2, LENGTH // 2, torch.device("cpu")) for rank in range(2)])
+    return torch.cat([share["loss"] for share in shares], 1)[:, places.argsort()]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_initial_weights_are_bitwise_equal(ranks: Ranks, alone: dict[bool, Any], layout: str) -> None:
     shares, (_, weights, _) = shares_of(ranks, layout), alone[False]
@@ -83,18 +91,27 @@ def test_initial_weights_are_bitwise_equal(ranks: Ranks, alone: dict[bool, Any],
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_and_gradients(ranks: Ranks, alone: dict[bool, Any], layout: str) -> None:
     """Equal up to BF16's rounding: sums over ranks are rounded in another order."""
-    from models.attention import positions_of_rank
-
     shares, (expected, _, gradients) = shares_of(ranks, layout), alone[False]
-    if layout == "context":
-        places = torch.cat([positions_of_rank(rank, 2, LENGTH // 2, torch.device("cpu")) for rank in range(2)])
-        loss = torch.cat([share["loss"] for share in shares], 1)[:, places.argsort()]
-    else:
-        loss = shares[1]["loss"]
+    loss = in_order(shares) if layout == "context" else shares[1]["loss"]
     torch.testing.assert_close(loss, expected, rtol=2e-3, atol=2e-3)
     for name, gradient in gradients.items():
         mine = whole(name, shares, "gradients")
         assert (mine - gradient).norm() / gradient.norm() < 2e-2, name
+
+
+def test_documents_are_kept_apart_over_context_ranks(ranks: Ranks, megatron: None) -> None:
+    from models.hybrid import build_model
+    from tests.models.plain_linears import PLAIN
+
+    model, tokens = build_model(CONFIG, PLAIN, sequence_length=LENGTH, seed=1), make_tokens()
+    expected = model(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous(), documents=make_documents())
+    expected.sum().backward()
+    shares = shares_of(ranks, "context documents")
+    torch.testing.assert_close(in_order(shares), expected.detach(), rtol=2e-3, atol=2e-3)
+    assert (in_order(shares) - in_order(shares_of(ranks, "context"))).abs().max() > 0.01
+    for name, parameter in model.named_parameters():
+        mine = whole(name, shares, "gradients")
+        assert (mine - parameter.grad).norm() / parameter.grad.norm() < 2e-2, name
 
 
 def test_pipeline_alone_changes_no_bit(ranks: Ranks, alone: dict[bool, Any]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.config import ModelError
 from tests.models.conftest import LENGTH, TINY
-from tests.models.test_scan import loop_over_time
+from tests.models.test_scan import convolve, loop_over_time
 
 Build = Callable[..., Any]
 
@@ -122,46 +122,54 @@ def test_kernels_are_compared_with_the_reference(megatron: None) -> None:
     from models.kernels import compare_kernels
     from models.mamba import MambaKernels, MambaWeights, torch_core
 
-    def zero_gradients(projected: torch.Tensor, weights: MambaWeights) -> torch.Tensor:
-        out = torch_core(projected, weights)
+    def zero_gradients(projected: torch.Tensor, weights: MambaWeights, documents: Tensor | None) -> torch.Tensor:
+        out = torch_core(projected, weights, documents)
         return out.detach() + 0 * out
 
-    def one_percent_off(projected: torch.Tensor, weights: MambaWeights) -> torch.Tensor:
-        return torch_core(projected, weights) * 1.01
+    def one_percent_off(projected: torch.Tensor, weights: MambaWeights, documents: Tensor | None) -> torch.Tensor:
+        return torch_core(projected, weights, documents) * 1.01
+
+    def leaky(projected: torch.Tensor, weights: MambaWeights, documents: Tensor | None) -> torch.Tensor:
+        return torch_core(projected, weights)
 
     device = torch.device("cpu")
     assert compare_kernels(TINY, MambaKernels(torch_core, "itself"), device) == 0
     assert 0.005 < compare_kernels(TINY, MambaKernels(one_percent_off, "near"), device) < 0.02
     with pytest.raises(ModelError, match=r"Mamba scan: bad: the gradient of .* differs .* by 1 .*kernels=torch"):
         compare_kernels(TINY, MambaKernels(zero_gradients, "Mamba scan: bad"), device)
+    with pytest.raises(ModelError, match="with borders between documents differs"):
+        compare_kernels(TINY, MambaKernels(leaky, "Mamba scan: leaky"), device)
 
 
 def scan_kernel(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, *, D: Tensor, z: Tensor, dt_bias: Tensor,
-    dt_softplus: bool,
+    dt_softplus: bool, seq_idx: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """What mamba-ssm's mamba_chunk_scan_combined promises, batch first."""
     assert dt_softplus
     assert chunk_size == 16
     x, dt, B, C, z = (t.transpose(0, 1).float() for t in (x, dt, B, C, z))
-    y = loop_over_time(x, F.softplus(dt + dt_bias), A, B, C, D) * F.silu(z)
+    assert seq_idx is None or seq_idx.dtype == torch.int32
+    y = loop_over_time(x, F.softplus(dt + dt_bias), A, B, C, D, seq_idx) * F.silu(z)
     return y.transpose(0, 1).bfloat16()
 
 
 def fused_kernel(
     zxbcdt: Tensor, weight: Tensor, bias: Tensor, dt_bias: Tensor, A: Tensor, *, D: Tensor, chunk_size: int,
-    activation: str, headdim: int, ngroups: int, norm_before_gate: bool,
+    activation: str, headdim: int, ngroups: int, norm_before_gate: bool, seq_idx: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """What mamba-ssm's mamba_split_conv1d_scan_combined promises, batch first, weight [channels, taps]."""
     assert (activation, norm_before_gate) == ("silu", False)
     heads, channels = dt_bias.shape[0], bias.shape[0]
     inner = heads * headdim
     z, xbc, dt = zxbcdt.float().split((inner, channels, heads), dim=-1)
-    xbc = F.conv1d(F.pad(xbc.transpose(1, 2), (3, 0)), weight.unsqueeze(1), bias, groups=channels).transpose(1, 2)
+    documents = torch.zeros(xbc.shape[:2], dtype=torch.int32) if seq_idx is None else seq_idx
+    xbc = convolve(xbc.transpose(0, 1), weight.unsqueeze(1), bias, documents).transpose(0, 1)
     x, B, C = F.silu(xbc).split((inner, (channels - inner) // 2, (channels - inner) // 2), dim=-1)
     x, z = x.unflatten(-1, (-1, headdim)), z.unflatten(-1, (-1, headdim))
     B, C = B.unflatten(-1, (ngroups, -1)), C.unflatten(-1, (ngroups, -1))
-    return scan_kernel(x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=True).flatten(2)
+    y = scan_kernel(x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=True, seq_idx=seq_idx)
+    return y.flatten(2)
 
 
 def test_kernels_get_what_they_promise_to_take(megatron: None) -> None:
@@ -170,4 +178,4 @@ def test_kernels_get_what_they_promise_to_take(megatron: None) -> None:
 
     for core, kernel in ((_fused_core, fused_kernel), (_scan_core, scan_kernel)):
         kernels = MambaKernels(partial(core, kernel), kernel.__name__)
-        assert compare_kernels(TINY, kernels, torch.device("cpu")) < 5e-3
+        assert compare_kernels(TINY, kernels, torch.device("cpu")) < 8e-3
