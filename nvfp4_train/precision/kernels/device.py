@@ -172,18 +172,19 @@ def random_dither(words, index: tl.constexpr):
 
 
 @triton.jit
-def four_rows_of_words(key, first, row_stride, BLOCK: tl.constexpr):
+def four_rows_of_words(key, first, row_stride, blocks, BLOCK: tl.constexpr):
     """Random words of four neighbouring rows of BLOCK elements, each [BLOCK / 4]: an int32 for four elements.
 
     A call gives a whole block of 16 elements its bytes, while a thread holds four of them. Making the call in each of
     the four threads would cost four times as much; so each makes it for another row, and the words change hands.
 
     Args:
-        first: index in the operand of the first element of the first row.
-        row_stride: elements from row to row.
+        first: counter of the first block of the first row; counters count blocks of 16 elements of the operand.
+        row_stride: counters from row to row.
+        blocks: [BLOCK / 4], for each four elements their block's number in its row.
     """
     lane = tl.arange(0, BLOCK // 4)
-    counter = (first + (lane % 4) * row_stride) // 16 + lane // 4
+    counter = first + (lane % 4) * row_stride + blocks
     w0, w1, w2, w3 = element_words(key, counter)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [lane, 2, 2]: the last two dimensions count w0, w1, w2, w3
     words = tl.permute(tl.reshape(words, (BLOCK // 16, 4, 4)), (0, 2, 1))  # block, word, row

@@ -6,6 +6,7 @@ waits for the GPU: scales and amaxes stay in its memory.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from nvfp4_train.precision.config import QuantSpec
 from nvfp4_train.precision.kernels import nvfp4
 from nvfp4_train.precision.rotation import FIXED_SIGNS
+from nvfp4_train.precision.shards import WHOLE, Pieces, Shard, take_largest
 
 # Bit i is set where the published sign i is -1; -1 stands for no rotation.
 _SIGNS = sum(1 << i for i, sign in enumerate(FIXED_SIGNS) if sign < 0)
@@ -49,32 +51,39 @@ _WEIGHT_AMAX = _Shape(8192, 8)
 _WEIGHT_VALUES = _Shape(512, 4)
 
 
-def serves(x: Tensor, spec: QuantSpec, axis: int) -> bool:
+def serves(x: Tensor, spec: QuantSpec, axis: int, shard: Shard = WHOLE) -> bool:
     """Whether the kernels quantize contiguous x [M, N] by this spec, contracted over `axis`.
 
     They know plain nvfp4 where M and N are multiples of 16, and of rotations the published one: 16, fixed signs, along
-    the rows of x.
+    the rows of x. With stochastic rounding, a part of a matrix must be made of whole blocks of the whole.
     """
     plain = spec.format == "nvfp4" and spec.scaling == "tensor" and not spec.four_over_six and not spec.correction
     if not plain or x.shape[0] % _TILE or x.shape[1] % _TILE or x.numel() == 0:
         return False
     if spec.tile == (_TILE, _TILE):
         return spec.rounding == "nearest"
+    if spec.rounding == "stochastic" and not all(extent is None or extent.aligned(_TILE) for extent in shard):
+        return False
     return spec.rotation is None or (axis == 0 and spec.rotation == 16 and spec.signs == "fixed")
 
 
-def quantize_operand(x: Tensor, spec: QuantSpec, axis: int, key: int) -> Made:
+def quantize_operand(x: Tensor, spec: QuantSpec, axis: int, key: int, shard: Shard = WHOLE) -> Made:
     """Quantize contiguous x [M, N], contracted over `axis`, by a spec that the kernels serve."""
     if spec.tile == (_TILE, _TILE):
-        return quantize_square(x)
+        return quantize_square(x, shard)
     rows, columns = (spec, None) if axis == 1 else (None, spec)
-    made = quantize_rows_and_columns(x, rows, columns, key, key)[1 - axis]
+    made = quantize_rows_and_columns(x, rows, columns, key, key, shard)[1 - axis]
     assert made is not None
     return made
 
 
 def quantize_rows_and_columns(
-    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, row_key: int = 0, column_key: int = 0
+    x: Tensor,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
+    row_key: int = 0,
+    column_key: int = 0,
+    shard: Shard = WHOLE,
 ) -> tuple[Made | None, Made | None]:
     """Quantize contiguous x [M, N] in 1x16 blocks along its columns, along its rows (as x^T), or both from one read.
 
@@ -83,6 +92,7 @@ def quantize_rows_and_columns(
         rows: spec of the operand contracted over N, or None.
         columns: spec of the operand x^T contracted over M, or None; it is kept in the layout of x.
         row_key, column_key: 64-bit keys of stochastic rounding.
+        shard: which part of a matrix x is; see `quantizer.quantize_values`.
     """
     height, width = x.shape
     amax, scales = _buffers(x)
@@ -94,6 +104,7 @@ def quantize_rows_and_columns(
     nvfp4.amax_kernel[grid](
         x, amax, groups, width, *wanted, signs, block, shape.groups, num_warps=shape.warps, **_EXACT
     )
+    take_largest(amax, shard)
     outs = [torch.empty_like(x, dtype=torch.bfloat16) if spec else x for spec in (rows, columns)]
     shape = _BOTH_LAYOUTS if all(wanted) else _ONE_LAYOUT
     block = min(shape.block, triton.next_power_of_2(width))
@@ -104,12 +115,14 @@ def quantize_rows_and_columns(
         amax,
         *outs,
         scales,
-        height,
+        *_block_tables(x, shard),
         width,
+        *_whole_shape(x, shard),
         *keys,
         *wanted,
         *stochastic,
         signs,
+        shard.split,
         block,
         num_warps=shape.warps,
         **_EXACT,
@@ -119,13 +132,14 @@ def quantize_rows_and_columns(
     return of_rows, of_columns
 
 
-def quantize_square(w: Tensor) -> Made:
+def quantize_square(w: Tensor, shard: Shard = WHOLE) -> Made:
     """Quantize contiguous w [M, N], FP32 or BF16, in 16x16 tiles; M and N multiples of 16. Serves both contractions."""
     height, width = w.shape
     amax, scales = _buffers(w)
     block = min(_WEIGHT_AMAX.block, triton.next_power_of_2(w.numel()))
     grid = (triton.cdiv(w.numel(), block),)
     nvfp4.weight_amax_kernel[grid](w, amax, w.numel(), block, num_warps=_WEIGHT_AMAX.warps, **_EXACT)
+    take_largest(amax, shard)
     out = torch.empty_like(w, dtype=torch.bfloat16)
     block = min(_WEIGHT_VALUES.block, triton.next_power_of_2(width))
     nvfp4.weight_values_kernel[(height // _TILE, triton.cdiv(width, block))](
@@ -138,6 +152,28 @@ def _buffers(x: Tensor) -> tuple[Tensor, Tensor]:
     """Zeroed amax slots, and room for s_dec and amax, of an operand and of its rotated transpose."""
     amax = torch.zeros(2 * _AMAX_SIZE, dtype=torch.int32, device=x.device)
     return amax, torch.empty(4, dtype=torch.float32, device=x.device)
+
+
+def _whole_shape(x: Tensor, shard: Shard) -> tuple[int, int]:
+    rows, columns = (n if axis is None else axis.size for axis, n in zip(shard, x.shape, strict=True))
+    return rows, columns
+
+
+def _block_tables(x: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+    """Where each block of 16 rows, and of 16 columns, lies in the whole, int64; not read where x is the whole."""
+    if not shard.split:
+        return x, x
+    rows, columns = (
+        _block_table(((0, n),) if axis is None else axis.pieces, x.device)
+        for axis, n in zip(shard, x.shape, strict=True)
+    )
+    return rows, columns
+
+
+@lru_cache(maxsize=256)
+def _block_table(pieces: Pieces, device: torch.device) -> Tensor:
+    starts = [torch.arange(start // _TILE, (start + count) // _TILE) for start, count in pieces]
+    return torch.cat(starts).to(device)
 
 
 def _signed(key: int) -> int:

@@ -123,8 +123,11 @@ def values_kernel(
     row_out,
     column_out,
     scales,
-    rows_total,
+    row_blocks,
+    column_blocks,
     columns,
+    whole_rows,
+    whole_columns,
     row_key,
     column_key,
     ROW: tl.constexpr,
@@ -132,23 +135,32 @@ def values_kernel(
     ROW_STOCHASTIC: tl.constexpr,
     COLUMN_STOCHASTIC: tl.constexpr,
     SIGNS: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Values (element * block scale) of x in blocks along columns, and of its rotated transpose in blocks along rows.
 
-    `scales` takes s_dec and amax of the first, then of the second.
+    `scales` takes s_dec and amax of the first, then of the second. Where x is a part of a matrix (`SPLIT`), the tables
+    `row_blocks` and `column_blocks` say where its blocks of 16 lie in the whole, for the random bits.
     """
     first = tl.program_id(0).to(tl.int64) * 16
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = n < columns
     base = first * columns + n
     rows = load_rows(x + base, columns, mask)
+    blocks = tl.program_id(1) * (BLOCK // 16) + tl.arange(0, BLOCK // 4) // 4
+    whole_first, whole_n = first, n.to(tl.int64)
+    if SPLIT:
+        blocks = tl.load(column_blocks + blocks, mask=blocks < columns // 16, other=0)
+        whole_first = tl.load(row_blocks + tl.program_id(0)) * 16
+        whole_n = tl.load(column_blocks + n // 16, mask=mask, other=0) * 16 + n % 16
     if ROW:
         encode = stored_scales(amax, scales)
         words = rows
         for i in tl.static_range(16):
             if ROW_STOCHASTIC and i % 4 == 0:
-                words = four_rows_of_words(row_key, (first + i) * columns + tl.program_id(1) * BLOCK, columns, BLOCK)
+                stride = whole_columns // 16
+                words = four_rows_of_words(row_key, (whole_first + i) * stride, stride, blocks, BLOCK)
             values = row_values(rows[i], encode, words[i % 4], ROW_STOCHASTIC, BLOCK)
             tl.store(row_out + base + i * columns, values.to(row_out.dtype.element_ty), mask=mask)
     if COLUMN:
@@ -162,7 +174,7 @@ def values_kernel(
         scale, block_encode = block_scales(largest, encode)
         words = operand
         if COLUMN_STOCHASTIC:
-            words = element_words(column_key, (n.to(tl.int64) * rows_total + first) // 16)
+            words = element_words(column_key, (whole_n * whole_rows + whole_first) // 16)
         for i in tl.static_range(16):
             dither = largest
             if COLUMN_STOCHASTIC:
