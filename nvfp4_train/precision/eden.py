@@ -27,6 +27,7 @@ from torch import Tensor
 from nvfp4_train.precision.blocks import Blocks, Loaded, Scaled
 from nvfp4_train.precision.nvfp4 import E4M3_MAX, constant, to_e4m3
 from nvfp4_train.precision.rounding import random_bytes, round_nearest_, round_stochastic_
+from nvfp4_train.precision.shards import Axis
 
 GROUP = 128
 V = 6.0 / (0.93 * 17.0 / 16.0)
@@ -34,13 +35,14 @@ TOP = 255.99 * V
 _SMALLEST = 2.0**-149
 
 
-def scale(loaded: Loaded, amax: Tensor, key: int) -> Scaled:
+def scale(loaded: Loaded, amax: Tensor, key: int, extents: tuple[int | Axis, int | Axis]) -> Scaled:
     """Corrected NVFP4 scales of a rotated matrix.
 
     Args:
         loaded: the matrix, rotated in groups of 128.
         amax: what the tensor scale follows, 0-d.
         key: 64-bit key of the random bits of the block scales.
+        extents: of the matrix, as `Shard.extents` gives them.
     """
     blocks = loaded.blocks
     finite = torch.isfinite(amax)
@@ -50,7 +52,8 @@ def scale(loaded: Loaded, amax: Tensor, key: int) -> Scaled:
     stored = torch.where(stored == 0, 1.0, stored)
     divisor = torch.clamp(stored * s_dec, min=_SMALLEST)
     corrected = stored * _corrections(loaded, divisor)
-    rows, columns = blocks.operand(stored).shape
+    rows, columns = extents if blocks.axis == 1 else extents[::-1]
+    columns = columns.blocks(blocks.size) if isinstance(columns, Axis) else columns // blocks.size
     random = random_bytes(key, rows, columns, axis=blocks.axis, device=amax.device)
     corrected = torch.nan_to_num(corrected, nan=E4M3_MAX)
     corrected = round_stochastic_(corrected, corrected.new_empty(3, *corrected.shape), "e4m3", random)

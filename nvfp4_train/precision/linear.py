@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nvfp4_train.precision.delayed import AmaxHistories
 from nvfp4_train.precision.runtime import NOT_NEEDED, Call, PrecisionRuntime
+from nvfp4_train.precision.shards import WHOLE, Axis, Shard
 from nvfp4_train.precision.three_gemms import Factor, ThreeGemms
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def attach(
     """Give every linear of this process its precision: once, after the model is built, before the first forward pass.
 
     Args:
-        linears: global name -> module, of this pipeline stage.
+        linears: global name -> module, all that this process holds.
         assignments: of all linears of the model, in any order.
         runtime: shared by all of them.
     """
@@ -173,10 +174,30 @@ def attach(
         precision = by_name[name]
         sizes = (module.input_size, module.output_size)
         assert sizes == (precision.in_features, precision.out_features), f"{name}: {sizes} is not what was assigned"
-        module.gemms = ThreeGemms(precision, runtime)
+        module.gemms = ThreeGemms(precision, runtime, weight_shard(module))
         delayed += module.gemms.delayed_tensors()
     runtime.expect(linears)
     runtime.random_states = lambda: get_cuda_rng_tracker().states_
     if delayed:
         device = next(parameter.device for module in linears.values() for parameter in module.parameters())
         runtime.histories = AmaxHistories(delayed, runtime.amax_history, device)
+
+
+def weight_shard(linear: ColumnParallelLinear | RowParallelLinear) -> Shard:
+    """Which part of a linear's weight [out, in] this tensor-parallel rank holds.
+
+    A column-parallel one shares the out-features, part by part where `weight.partition_sizes` says that several are
+    packed (Mamba's in_proj: z, x, B, C and dt); a row-parallel one shares the in-features.
+    """
+    ranks, rank = linear.tp_group.size(), linear.tp_group.rank()
+    if ranks == 1:
+        return WHOLE
+    if isinstance(linear, RowParallelLinear):
+        local = linear.input_size_per_partition
+        return Shard(columns=Axis(local * ranks, ((rank * local, local),), linear.tp_group))
+    local = linear.output_size_per_partition
+    pieces, start = [], 0
+    for size in getattr(linear.weight, "partition_sizes", [local]):
+        pieces.append((start + rank * size, size))
+        start += size * ranks
+    return Shard(rows=Axis(local * ranks, tuple(pieces), linear.tp_group))

@@ -25,6 +25,7 @@ from nvfp4_train.precision.e2m1 import decode_codes, encode_codes
 from nvfp4_train.precision.formats import FORMATS, element_of
 from nvfp4_train.precision.rotation import rotate_, signs_of
 from nvfp4_train.precision.rounding import random_bytes, round_nearest_, round_stochastic_
+from nvfp4_train.precision.shards import WHOLE, Shard, take_largest
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Values:
             fp8_block, whose block scales are FP32, is float32 everywhere. The sign of a zero is not defined. A
             rotated operand has its contraction padded to a multiple of the rotation.
         scale: float32, 0-d, or one for each row of the operand (row scaling); None for 1.
-        amax: float32 largest magnitude of this tensor (after rotation), 0-d, or one for each row (row scaling).
+        amax: float32 largest magnitude of this tensor (after rotation), 0-d, or one for each row (row scaling); of the
+            whole tensor where x is a part of one and the scale follows it.
         block_scale: block scales as stored, in the operand's order; None where there are none.
         axis: dimension along which blocks lie; the rows of the operand lie along the other.
     """
@@ -116,7 +118,7 @@ def quantize(x: Tensor, spec: QuantSpec, seed: int = 0, *, amax: Tensor | None =
     if spec.format == "bf16":
         codes = x.contiguous().bfloat16()
         return Quantized(codes, None, _amax_of(codes), None, spec, x.shape[1])
-    operand = _Operand(x.contiguous(), spec, seed, 1, amax, None)
+    operand = _Operand(x.contiguous(), spec, seed, 1, amax, None, WHOLE)
     rows, columns = operand.shape
     negative = torch.empty_like(operand.loaded.out, dtype=torch.bool)
     for part, compact, scratch in operand.loaded.chunks():
@@ -132,7 +134,14 @@ def quantize(x: Tensor, spec: QuantSpec, seed: int = 0, *, amax: Tensor | None =
 
 @torch.no_grad()
 def quantize_values(
-    x: Tensor, spec: QuantSpec, *, key: int = 0, axis: int = 1, amax: Tensor | None = None, sign_key: int | None = None
+    x: Tensor,
+    spec: QuantSpec,
+    *,
+    key: int = 0,
+    axis: int = 1,
+    amax: Tensor | None = None,
+    sign_key: int | None = None,
+    shard: Shard = WHOLE,
 ) -> Values:
     """Quantize x [M, N] to values for a GEMM.
 
@@ -144,6 +153,8 @@ def quantize_values(
             result is that of `x.t()`, transposed back to the layout of x.
         amax: what the tensor scale follows in place of the tensor's own; fp8_delayed without it has scale 1.
         sign_key: 64-bit key of fresh signs, shared by both operands of a GEMM; None means `key`.
+        shard: which part of a matrix x is. The tensor scale then follows the amax of the whole, and elements have the
+            random bits that they have in the whole. Every rank that shares the matrix must call.
 
     Returns:
         Values in the layout of x, padded along `axis` where x is rotated; empty ones, with amax 0, of an empty x.
@@ -153,14 +164,15 @@ def quantize_values(
     """
     _check(x, axis)
     if not x.is_contiguous() and x.t().is_contiguous():
-        other = quantize_values(x.t(), spec, key=key, axis=1 - axis, amax=amax, sign_key=sign_key)
+        turned = Shard(shard.columns, shard.rows)
+        other = quantize_values(x.t(), spec, key=key, axis=1 - axis, amax=amax, sign_key=sign_key, shard=turned)
         return replace(other, values=other.values.t(), axis=axis)
     x = x.contiguous()
     on_cpu = x.device.type == "cpu"
     if spec.format == "bf16":
         values = x.bfloat16()
         return Values(values.float() if on_cpu else values, None, _amax_of(values), None, axis)
-    operand = _Operand(x, spec, key, axis, amax, sign_key)
+    operand = _Operand(x, spec, key, axis, amax, sign_key, shard)
     loaded, scaled = operand.loaded, operand.scaled
     for rows, compact, scratch in loaded.chunks():
         operand.encode(rows, compact)
@@ -180,9 +192,10 @@ class _Operand:
     """A matrix with its scales, ready to be rounded chunk by chunk."""
 
     def __init__(
-        self, x: Tensor, spec: QuantSpec, key: int, axis: int, amax: Tensor | None, sign_key: int | None
+        self, x: Tensor, spec: QuantSpec, key: int, axis: int, amax: Tensor | None, sign_key: int | None, shard: Shard
     ) -> None:
         self.spec = spec
+        self.shard = shard
         self.element = element_of(spec)
         self.loaded, self.shape = load(x, spec, axis, key if sign_key is None else sign_key)
         self.amax = self.loaded.amax
@@ -190,7 +203,8 @@ class _Operand:
         blocks = self.loaded.blocks
         self.bytes: Tensor | None = None
         if spec.rounding == "stochastic":
-            rows, columns = self.shape if axis == 1 else self.shape[::-1]
+            extents = shard.extents(self.shape)
+            rows, columns = extents if axis == 1 else extents[::-1]
             self.bytes = random_bytes(key, rows, columns, axis=axis, device=x.device)
             if self.bytes.shape != self.loaded.out.shape:
                 missing = (blocks.rows - self.bytes.shape[0], blocks.columns - self.bytes.shape[1])
@@ -204,13 +218,16 @@ class _Operand:
             return fp8.scale_blocks(loaded, spec.power_of_two)
         if spec.format == "fp8_delayed" and amax is None:
             amax = torch.zeros_like(loaded.amax)
+        if amax is None and spec.scaling == "tensor":
+            take_largest(loaded.amax, self.shard)
         follow = loaded.amax if amax is None else torch.where(torch.isfinite(loaded.amax), amax, loaded.amax)
         if spec.format != "nvfp4":
             return fp8.scale_tensor(loaded, follow, self.element)
         if spec.correction == "eden":
-            return eden.scale(loaded, follow, key)
+            return eden.scale(loaded, follow, key, self.shard.extents(self.shape))
         if spec.scaling == "row":
             own = _largest_along(loaded.block_amax, loaded.blocks.axis)
+            take_largest(own, [self.shard[loaded.blocks.axis]])
             self.amax = own.flatten()
             follow = own if amax is None else torch.where(torch.isfinite(own), amax.view(own.shape), own)
         if spec.four_over_six:

@@ -15,7 +15,8 @@ et al., "Parallel random numbers: as easy as 1, 2, 3", 2011):
     output   four words of 32 bits, so 16 bytes: word 0 first, and of each word the lowest byte first;
              byte j of counter c belongs to element 16 c + j
 
-Elements are counted row by row in the operand, whose rows run along the contraction of its GEMM.
+Elements are counted row by row in the operand, whose rows run along the contraction of its GEMM. A rank that holds a
+part of the operand counts as if it held all of it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import json
 
 import torch
 from torch import Tensor
+
+from nvfp4_train.precision.shards import Axis
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -94,32 +97,51 @@ def counter_words(index: Tensor, count: int) -> tuple[Word, Word, Word, Word]:
     return index & _MASK, index >> 32, 0, 0
 
 
-def random_bytes(key: int, rows: int, columns: int, *, axis: int = 1, device: torch.device | str = "cpu") -> Tensor:
+def random_bytes(
+    key: int, rows: int | Axis, columns: int | Axis, *, axis: int = 1, device: torch.device | str = "cpu"
+) -> Tensor:
     """Random bytes of every element of an operand [rows, columns], columns along the contraction.
 
     Args:
         key: 64 bits, see `element_key`.
-        rows: rows of the operand.
-        columns: its columns; element (m, n) has index m * columns + n.
+        rows: rows of the operand, or where this rank's rows lie in it.
+        columns: its columns, or where this rank's lie. Element (m, n) of the whole has index m * whole columns + n.
         axis: 1 gives them as uint8 [rows, columns]; 0 gives the transpose [columns, rows], contiguous.
         device: where to compute them.
     """
-    if columns % 16:
-        blocks = -(-rows * columns // 16)
-        flat = random_bytes(key, 1, 16 * blocks, device=device).view(-1)
-        operand = flat[: rows * columns].view(rows, columns)
+    whole = columns.size if isinstance(columns, Axis) else columns
+    if whole % 16 or (isinstance(columns, Axis) and not columns.aligned(16)):
+        operand = _bytes_of_whole(key, rows, columns, device)
         return operand if axis == 1 else operand.t().contiguous()
-    blocks = columns // 16
-    across = torch.arange(blocks, dtype=torch.int64, device=device)
-    down = torch.arange(rows, dtype=torch.int64, device=device) * blocks
+    across = _positions(columns, device)[::16] // 16
+    down = _positions(rows, device) * (whole // 16)
     outer, inner = (down, across) if axis == 1 else (across, down)
-    shape = (rows, blocks, 16) if axis == 1 else (blocks, 16, rows)
+    shape = (len(down), len(across), 16) if axis == 1 else (len(across), 16, len(down))
     out = torch.empty(shape, dtype=torch.uint8, device=device)
     step = max(1, _BATCH // max(1, len(inner)))
+    count = (rows.size if isinstance(rows, Axis) else rows) * whole // 16
     for start in range(0, len(outer), step):
-        counters = counter_words(outer[start : start + step, None] + inner, rows * blocks)
+        counters = counter_words(outer[start : start + step, None] + inner, count)
         _write_bytes(philox(key, counters), out[start : start + step], axis)
-    return out.view(rows, columns) if axis == 1 else out.view(columns, rows)
+    return out.flatten(1) if axis == 1 else out.flatten(0, 1)
+
+
+def _positions(extent: int | Axis, device: torch.device | str) -> Tensor:
+    if isinstance(extent, Axis):
+        return extent.positions(device)
+    return torch.arange(extent, dtype=torch.int64, device=device)
+
+
+def _bytes_of_whole(key: int, rows: int | Axis, columns: int | Axis, device: torch.device | str) -> Tensor:
+    """Those of this rank, [rows, columns], cut from the bytes of the whole operand: any size, any place."""
+    whole_rows = rows.size if isinstance(rows, Axis) else rows
+    whole_columns = columns.size if isinstance(columns, Axis) else columns
+    blocks = -(-whole_rows * whole_columns // 16)
+    flat = random_bytes(key, 1, 16 * blocks, device=device).view(-1)
+    operand = flat[: whole_rows * whole_columns].view(whole_rows, whole_columns)
+    if isinstance(rows, Axis):
+        operand = operand[rows.positions(device)]
+    return operand[:, columns.positions(device)] if isinstance(columns, Axis) else operand
 
 
 def _write_bytes(words: tuple[Word, Word, Word, Word], out: Tensor, axis: int) -> None:

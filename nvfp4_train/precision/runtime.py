@@ -27,6 +27,7 @@ from nvfp4_train.precision.config import PrecisionError
 from nvfp4_train.precision.delayed import AmaxHistories
 from nvfp4_train.precision.health import HealthSample
 from nvfp4_train.precision.phases import Passes
+from nvfp4_train.precision.shards import Axis
 
 MICROBATCH_STATE = "nvfp4_train.microbatch"
 NOT_NEEDED = "not needed"
@@ -65,6 +66,7 @@ class PrecisionRuntime:
         sample_health: set it before a step to measure quantization health on the step's first micro-batch.
         amax_reduce: takes FP32 amaxes to their maximum over ranks, in place; None with one rank. It sees the amaxes
             of delayed scaling, once a step and all together, so every rank of its group must hold the same linears.
+        token_axis: where the given number of tokens of this rank lie in the micro-batch; None where they are all of it.
         random_states: the mapping in which activation recompute saves and restores random states; `attach` points it
             to Megatron's.
     """
@@ -78,6 +80,7 @@ class PrecisionRuntime:
         self.amax_history = amax_history
         self.sample_health = False
         self.amax_reduce: Callable[[Tensor], None] | None = None
+        self.token_axis: Callable[[int], Axis | None] = lambda tokens: None
         self.health = HealthSample()
         self.histories: AmaxHistories | None = None
         self.epoch = 0

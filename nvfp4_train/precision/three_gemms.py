@@ -23,6 +23,7 @@ from nvfp4_train.precision.gemm import gemm
 from nvfp4_train.precision.operands import made_together, quantize_both, quantize_operand
 from nvfp4_train.precision.rounding import element_key
 from nvfp4_train.precision.runtime import Call, PrecisionRuntime
+from nvfp4_train.precision.shards import WHOLE, Axis, Shard
 from nvfp4_train.precision.weights import WeightCache
 
 BF16 = Operand(format="bf16")
@@ -60,13 +61,15 @@ class ThreeGemms:
     Args:
         precision: what the recipe decided for the linear.
         runtime: shared by all linears of the process.
+        weight_shard: which part of the weight [out, in] this rank holds.
     """
 
-    def __init__(self, precision: LinearPrecision, runtime: PrecisionRuntime) -> None:
+    def __init__(self, precision: LinearPrecision, runtime: PrecisionRuntime, weight_shard: Shard = WHOLE) -> None:
         self.name = precision.name
         self.formats = precision.gemm_formats
         self.runtime = runtime
         self._operands = precision.operands
+        self._weight_shard = weight_shard
         self._weights = WeightCache()
 
     def delayed_tensors(self) -> list[str]:
@@ -141,6 +144,13 @@ class ThreeGemms:
         in_force = call.passes.forward if gemm_name == "fprop" else call.passes.backward
         return self._operands[gemm_name][kind] if in_force == "recipe" else BF16
 
+    def _shard(self, kind: str, rows: int) -> Shard:
+        """Which part this rank holds of an operand whose local part has so many rows."""
+        if kind == "weight":
+            return self._weight_shard
+        features: Axis | None = self._weight_shard.columns if kind == "input" else self._weight_shard.rows
+        return Shard(self.runtime.token_axis(rows), features)
+
     def _quantize(self, x: Tensor, gemm_name: str, kind: str, axis: int, call: Call) -> Factor:
         """`x` as the factor of a GEMM that contracts it over `axis`."""
         operand = self._operand(gemm_name, kind, call)
@@ -154,7 +164,14 @@ class ThreeGemms:
         name = f"{self.name}.{kind}"
         amax = self.runtime.delayed_amax(name) if operand.format == "fp8_delayed" else None
         values = quantize_operand(
-            x, operand, key=key, axis=axis, amax=amax, sign_key=sign_key, block_scales=call.sampled
+            x,
+            operand,
+            key=key,
+            axis=axis,
+            amax=amax,
+            sign_key=sign_key,
+            block_scales=call.sampled,
+            shard=self._shard(kind, len(x)),
         )
         if amax is not None:
             self.runtime.record_amax(name, values.amax, call)
@@ -169,14 +186,15 @@ class ThreeGemms:
         makes both from one read. Health samples each operand by itself.
         """
         specs = self._operand(*rows, call), self._operand(*columns, call)
+        shard = self._shard(rows[1], len(x))
         decoded = any(spec.source == "decoded" for spec in specs)
-        if call.sampled or call.evaluating or decoded or not made_together(x, *specs):
+        if call.sampled or call.evaluating or decoded or not made_together(x, *specs, shard):
             return None
         keys = [
             self._key(".".join(names), call) if is_random(spec) else 0
             for names, spec in zip((rows, columns), specs, strict=True)
         ]
-        first, second = quantize_both(x, *specs, *keys)
+        first, second = quantize_both(x, *specs, *keys, shard)
         return Factor(first.values, first.scale, specs[0].format), Factor(second.values, second.scale, specs[1].format)
 
     def _weight(self, weight: Tensor, gemm_name: str, axis: int, call: Call) -> Factor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from nvfp4_train.precision import QuantSpec, quantize_values
 from nvfp4_train.precision.kernels import launch
 from nvfp4_train.precision.quantizer import Values
+from nvfp4_train.precision.shards import WHOLE, Axis, Shard
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 KEYS = 0x123456789ABCDEF0, 0xFEDCBA9876543210
@@ -47,15 +48,19 @@ def same(found: launch.Made, reference: Values) -> bool:
     return equal and torch.equal(scale, reference.scale) and torch.equal(found.values.cpu().float(), reference.values)
 
 
-def differences(x: Tensor, device: str, pairs: tuple[Pair, ...] = PAIRS) -> list[str]:
-    """Which ways of quantizing x on `device` differ from the reference on the CPU."""
+# Two pieces of the rows, one of the columns, of a matrix [96, 288], in an order of their own.
+PART = Shard(Axis(96, ((64, 16), (16, 16))), Axis(288, ((144, 144),)))
+
+
+def differences(x: Tensor, device: str, pairs: tuple[Pair, ...] = PAIRS, shard: Shard = WHOLE) -> list[str]:
+    """Which ways of quantizing x, or x as a part of a matrix, on `device` differ from the reference on the CPU."""
     different = []
     on_device = x.to(device)
     for rows, columns in pairs:
-        made = launch.quantize_rows_and_columns(on_device, rows, columns, *KEYS)
+        made = launch.quantize_rows_and_columns(on_device, rows, columns, *KEYS, shard)
         for found, spec, key, axis in zip(made, (rows, columns), KEYS, (1, 0), strict=True):
             assert (found is None) == (spec is None)
-            if found and spec and not same(found, quantize_values(x, spec, key=key, axis=axis)):
+            if found and spec and not same(found, quantize_values(x, spec, key=key, axis=axis, shard=shard)):
                 different.append(f"axis {axis} of {rows and rows.rounding}, {columns and columns.rounding}: {spec}")
     if not same(launch.quantize_square(on_device), quantize_values(x, SQUARE)):
         different.append("16x16")
@@ -112,6 +117,8 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             cases.append((f"{shape} {dtype}", matrix(*shape, sum(shape), dtype), PAIRS))
     failed = [f"{name}: {found}" for name, x, pairs in cases for found in differences(x, "cpu", pairs)]
+    part = matrix(32, 144, 7, torch.bfloat16)
+    failed += [f"part: {found}" for found in differences(part, "cpu", PAIRS[1:2], PART)]
     print("\n".join([*failed, f"{len(cases)} matrices, {len(failed)} differences"]))
     raise SystemExit(bool(failed))
 

@@ -49,6 +49,12 @@ def test_large_operand() -> None:
     assert not checks.differences(checks.matrix(2048, 1536, 9, torch.bfloat16), "cuda")
 
 
+def test_a_part_of_a_matrix() -> None:
+    from tests.precision.kernels import checks
+
+    assert not checks.differences(checks.matrix(32, 144, 7, torch.bfloat16), "cuda", shard=checks.PART)
+
+
 SPECS = ["nvfp4", "nvfp4_four_over_six", "mxfp4", "mxfp8", "fp8_block", "fp8_current", "quartet2", "nemotron3_super"]
 
 
