@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -36,7 +35,8 @@ from models.initialization import initialize
 from models.kernels import choose_kernels, compare_kernels
 from models.mamba import Mamba2Mixer, MambaKernels, torch_core
 from models.megatron_cpu import megatron_device
-from models.norm import ACTIVATION_DTYPE, RMSNorm
+from models.norm import ACTIVATION_DTYPE, NormFunction, RMSNorm
+from models.pointwise import Pointwise, choose_pointwise, compare_pointwise
 from models.shapes import BLOCK_LINEARS, MAMBA, num_blocks, padded_vocab_size, stage_patterns, validate
 
 _BLOCK_NAME = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
@@ -59,19 +59,27 @@ class LinearClasses:
     row: type
 
 
-def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)^2. Megatron's own goes through torch.compile at its first call."""
-    return F.relu(x).square()
+class MambaBlock(MambaLayer):
+    """x + mixer(norm(x)). Megatron's own casts x to the parameters' type first: FP32 here, of BF16 numbers."""
+
+    def forward(self, hidden_states: Tensor, *_unused: Any, packed_seq_params: Any = None, **_not_used: Any) -> Tensor:
+        """[s, b, hidden], BF16, in and out; attention masks and inference contexts mean nothing here."""
+        mixed = self.mixer(self.norm(hidden_states), packed_seq_params=packed_seq_params)
+        with self.bias_dropout_add_exec_handler():
+            added: Tensor = self.mamba_bda(self.training, self.config.bias_dropout_fusion)(mixed, hidden_states, 0.0)
+        return added
 
 
 class LanguageStack(HybridStack):
     """The blocks and the final norm. Megatron's stack takes the norm from Transformer Engine; ours is our own."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, post_layer_norm: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: Any, norm: NormFunction, post_layer_norm: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:
-            self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon, function=norm)
 
     def forward(self, hidden_states: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """[s, b, hidden]: the embedding's FP32 rows on the first stage, BF16 from there on."""
@@ -87,10 +95,17 @@ class LanguageModel(HybridModel):
     output_layer: Any
 
     def __init__(
-        self, config: TransformerConfig, spec: ModuleSpec, linears: LinearClasses, model: ModelConfig, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        spec: ModuleSpec,
+        linears: LinearClasses,
+        model: ModelConfig,
+        pointwise: Pointwise,
+        **kwargs: Any,
     ) -> None:
         super().__init__(config, spec, vocab_size=padded_vocab_size(model), position_embedding_type="none", **kwargs)
         self.real_vocab_size = model.vocab_size
+        self.pointwise = pointwise
         if self.post_process:
             self._replace_output_layer(config, linears.column)
 
@@ -138,6 +153,10 @@ class LanguageModel(HybridModel):
         if documents is not None:  # the name under which Megatron's layers hand it on
             kwargs["packed_seq_params"] = PackedSeqParams(qkv_format="sbhd", seq_idx=documents)
         return super().forward(input_ids, position_ids, attention_mask, labels=labels, **kwargs)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """[b, s] labels and [s, b, vocabulary / tensor ranks] logits to [b, s] FP32 nats."""
+        return self.pointwise.cross_entropy(logits, labels.t().contiguous(), self.pg_collection.tp).t().contiguous()
 
     def _scale_logits(self, logits: Tensor) -> Tensor:
         """The only step between output layer and loss: padded rows get -inf, so they never win and take no loss."""
@@ -189,12 +208,16 @@ def build_model(
     kernels = choose_kernels(config, device)
     if kernels.core is not torch_core and MAMBA in config.pattern:
         compare_kernels(config, kernels, device)
+    pointwise = choose_pointwise(config, device)
+    if pointwise.fused:
+        compare_pointwise(config, pointwise, device)
     with megatron_device(), torch.device(device):
         model = LanguageModel(
-            _megatron_config(config, device, virtual_pipeline=virtual_pipeline, **layout),  # type: ignore[arg-type]
-            _specification(config, linears, kernels),
+            _megatron_config(config, device, pointwise, virtual_pipeline=virtual_pipeline, **layout),  # type: ignore[arg-type]
+            _specification(config, linears, kernels, pointwise.norm),
             linears,
             config,
+            pointwise,
             max_sequence_length=sequence_length,
             hybrid_layer_pattern="|".join(stages),
             pre_process=stage == 0,
@@ -211,6 +234,7 @@ def build_model(
 def _megatron_config(
     config: ModelConfig,
     device: torch.device,
+    pointwise: Pointwise,
     *,
     tensor: int,
     pipeline: int,
@@ -233,7 +257,7 @@ def _megatron_config(
         mamba_state_dim=config.mamba_state_dim,
         mamba_num_groups=config.mamba_num_groups,
         is_hybrid_model=True,
-        activation_func=squared_relu,
+        activation_func=pointwise.squared_relu,
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_eps,
         add_bias_linear=False,
@@ -260,11 +284,18 @@ def _megatron_config(
     )
 
 
-def _specification(config: ModelConfig, linears: LinearClasses, kernels: MambaKernels) -> ModuleSpec:
+def _specification(
+    config: ModelConfig, linears: LinearClasses, kernels: MambaKernels, norm: NormFunction
+) -> ModuleSpec:
     """What each letter of the pattern is built from."""
     mixer = ModuleSpec(
         module=Mamba2Mixer,
-        params={"conv_width": config.mamba_conv_width, "chunk_size": config.mamba_chunk_size, "kernels": kernels},
+        params={
+            "conv_width": config.mamba_conv_width,
+            "chunk_size": config.mamba_chunk_size,
+            "kernels": kernels,
+            "norm": norm,
+        },
         submodules=MambaMixerSubmodules(in_proj=linears.column, out_proj=linears.row),
     )
     attention = ModuleSpec(
@@ -277,23 +308,25 @@ def _specification(config: ModelConfig, linears: LinearClasses, kernels: MambaKe
     feed_forward = partial(
         MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=linears.column, linear_fc2=linears.row)
     )
+    block_norm = partial(RMSNorm, function=norm)
     return ModuleSpec(
         module=LanguageStack,
+        params={"norm": norm},
         submodules=HybridStackSubmodules(
             mamba_layer=ModuleSpec(
-                module=MambaLayer,
-                submodules=MambaLayerSubmodules(norm=RMSNorm, mixer=mixer, mamba_bda=get_bias_dropout_add),
+                module=MambaBlock,
+                submodules=MambaLayerSubmodules(norm=block_norm, mixer=mixer, mamba_bda=get_bias_dropout_add),
             ),
             attention_layer=ModuleSpec(
                 module=TransformerLayer,
                 submodules=TransformerLayerSubmodules(
-                    input_layernorm=RMSNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+                    input_layernorm=block_norm, self_attention=attention, self_attn_bda=get_bias_dropout_add
                 ),
             ),
             mlp_layer=ModuleSpec(
                 module=MLPLayer,
                 submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=RMSNorm, mlp=feed_forward, mlp_bda=get_bias_dropout_add
+                    pre_mlp_layernorm=block_norm, mlp=feed_forward, mlp_bda=get_bias_dropout_add
                 ),
             ),
         ),
@@ -332,5 +365,6 @@ def no_weight_decay(name: str, parameter: Tensor) -> bool:
 
 
 def describe_kernels(model: HybridModel) -> list[str]:
-    """Which implementation runs the Mamba blocks of this rank, as lines to print at start."""
-    return sorted({module.kernels.description for module in model.modules() if isinstance(module, Mamba2Mixer)})
+    """What runs this rank's Mamba blocks, and what runs between the linears, as lines to print at start."""
+    mixers = {module.kernels.description for module in model.modules() if isinstance(module, Mamba2Mixer)}
+    return [*sorted(mixers), model.pointwise.description]

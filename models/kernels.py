@@ -21,7 +21,7 @@ TOLERANCE = 2e-2
 INSTALL = "pip install mamba-ssm causal-conv1d"
 
 
-def _import(module: str, package: str) -> tuple[Any, str]:
+def import_or_reason(module: str, package: str) -> tuple[Any, str]:
     """The module and its package's version, or None and the reason why it is not there."""
     try:
         return importlib.import_module(module), f"{package} {importlib.metadata.version(package)}"
@@ -48,12 +48,12 @@ def choose_kernels(config: ModelConfig, device: torch.device) -> MambaKernels:
                 "Write model.kernels=auto or model.kernels=torch"
             )
         return MambaKernels(torch_core, f"Mamba scan: PyTorch (slow path; no kernels for a {device.type})")
-    ops, mamba = _import("mamba_ssm.ops.triton.ssd_combined", "mamba-ssm")
+    ops, mamba = import_or_reason("mamba_ssm.ops.triton.ssd_combined", "mamba-ssm")
     if ops is None:
         if config.kernels == "mamba_ssm":
             raise ModelError(f"model.kernels=mamba_ssm: {mamba}. Install it ({INSTALL}), or write model.kernels=torch")
         return MambaKernels(torch_core, f"Mamba scan: PyTorch (slow path; {mamba})")
-    convolution, conv = _import("causal_conv1d", "causal-conv1d")
+    convolution, conv = import_or_reason("causal_conv1d", "causal-conv1d")
     if convolution is None:
         core = partial(_scan_core, ops.mamba_chunk_scan_combined)
         return MambaKernels(core, f"Mamba scan: {mamba}, convolution in PyTorch ({conv})")
@@ -66,7 +66,7 @@ def _fused_core(kernel: Any, projected: Tensor, weights: MambaWeights, documents
     The kernels take BF16 activations beside FP32 parameters and keep sums and states in FP32.
     """
     y = kernel(
-        projected.transpose(0, 1).contiguous(),
+        projected.transpose(0, 1),
         weights.conv_weight.squeeze(1),
         weights.conv_bias,
         weights.dt_bias,

@@ -17,7 +17,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from models.convolution import causal_convolution
-from models.norm import ACTIVATION_DTYPE, GroupRMSNorm, parameter_device
+from models.norm import ACTIVATION_DTYPE, GroupRMSNorm, NormFunction, parameter_device
 from models.scan import chunked_scan
 
 
@@ -149,6 +149,7 @@ class Mamba2Mixer(MambaMixer):
         conv_width: int,
         chunk_size: int,
         kernels: MambaKernels,
+        norm: NormFunction,
         pp_layer_offset: int = 0,
         name: str | None = None,
     ) -> None:
@@ -158,7 +159,7 @@ class Mamba2Mixer(MambaMixer):
         self.d_model, self.d_conv, self.chunk_size, self.kernels = d_model, conv_width, chunk_size, kernels
         self.use_mem_eff_path = True  # Megatron's name for: train through _ssm_training
         self._set_sizes(config, pg_collection.tp.size())
-        self._make_parameters(config)
+        self._make_parameters(config, norm)
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         prefix = f"{name}." if name else ""
         self.in_proj = build_module(
@@ -198,7 +199,7 @@ class Mamba2Mixer(MambaMixer):
         self.nheads_local_tp, self.ngroups_local_tp = self.nheads // ranks, self.ngroups // ranks
         self.d_inner_local_tp = self.d_inner // ranks
 
-    def _make_parameters(self, config: TransformerConfig) -> None:
+    def _make_parameters(self, config: TransformerConfig, norm: NormFunction) -> None:
         """Uninitialized FP32 parameters, cut over tensor-parallel ranks along their first dimension."""
         group_width = self.ngroups_local_tp * self.d_state
         channels, device = self.d_inner_local_tp + 2 * group_width, parameter_device(config)
@@ -208,7 +209,9 @@ class Mamba2Mixer(MambaMixer):
 
         self.conv1d_weight, self.conv1d_bias = parameter(channels, 1, self.d_conv), parameter(channels)
         self.dt_bias, self.A_log, self.D = (parameter(self.nheads_local_tp) for _ in range(3))
-        self.norm = GroupRMSNorm(config, self.d_inner_local_tp, self.d_inner // self.ngroups, self.tp_group)
+        self.norm = GroupRMSNorm(
+            config, self.d_inner_local_tp, self.d_inner // self.ngroups, self.tp_group, function=norm
+        )
         parts = [self.d_inner_local_tp, group_width, group_width]
         for convolution in (self.conv1d_weight, self.conv1d_bias):
             mark_partitioned(convolution, parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor, nn
 
 ACTIVATION_DTYPE = torch.bfloat16
+NormFunction = Callable[[Tensor, Tensor, float, int], Tensor]
 
 
 def parameter_device(config: TransformerConfig) -> torch.device | None:
@@ -18,33 +20,63 @@ def parameter_device(config: TransformerConfig) -> torch.device | None:
     return None if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, for the residual stream. In: any float type; out: BF16."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, group_size: int) -> Tensor:
+    """x / rms(x) * weight over consecutive groups of the last dimension.
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+    Args:
+        x: [..., n], any float type.
+        weight: [n], FP32.
+        group_size: a divisor of n; n for one norm over all of it.
+
+    Returns:
+        [..., n], BF16; FP32 inside.
+    """
+    if group_size == x.shape[-1]:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(ACTIVATION_DTYPE)
+    groups = x.float().unflatten(-1, (-1, group_size))
+    return (F.rms_norm(groups, (group_size,), None, eps).flatten(-2) * weight).to(ACTIVATION_DTYPE)
+
+
+class RMSNorm(nn.Module):
+    """The norm of the residual stream, over the last dimension. In: BF16; out: BF16.
+
+    `function` computes it: `rms_norm`, or a kernel of the same meaning.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, function: NormFunction = rms_norm
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.function = eps, function
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=torch.float32, device=parameter_device(config)))
         # Megatron sums the gradients of weights that see only their rank's share of the tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize [..., hidden_size]."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(ACTIVATION_DTYPE)
+        return self.function(x, self.weight, self.eps, x.shape[-1])
 
 
 class GroupRMSNorm(nn.Module):
     """RMS norm over consecutive groups of the last dimension, split over tensor-parallel ranks with its input."""
 
-    def __init__(self, config: TransformerConfig, size: int, group_size: int, tp_group: torch.distributed.ProcessGroup):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        size: int,
+        group_size: int,
+        tp_group: torch.distributed.ProcessGroup,
+        *,
+        function: NormFunction = rms_norm,
+    ) -> None:
         super().__init__()
-        self.eps, self.group_size, self.tp_group = config.layernorm_epsilon, group_size, tp_group
+        self.eps, self.group_size = config.layernorm_epsilon, group_size
+        self.tp_group, self.function = tp_group, function
         self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32, device=parameter_device(config)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize [..., groups * group_size], all groups of this tensor-parallel rank."""
-        groups = x.float().unflatten(-1, (-1, self.group_size))
-        return (F.rms_norm(groups, (self.group_size,), None, self.eps).flatten(-2) * self.weight).to(ACTIVATION_DTYPE)
+        return self.function(x, self.weight, self.eps, self.group_size)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

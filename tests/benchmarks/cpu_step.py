@@ -21,20 +21,15 @@ import torch
 from data.quiet import quiet
 
 with quiet():
-    from models.megatron_cpu import megatron_device
     from nvfp4_train.compose import compose
     from nvfp4_train.config import RunConfig
-    from nvfp4_train.distributed import World, process_groups
-    from nvfp4_train.gradients import clip_gradients, gradient_norm
-    from nvfp4_train.optimizer import build_optimizer, set_learning_rate, wrap_data_parallel
-    from nvfp4_train.passes import Batch, run_micro_batches
-    from nvfp4_train.precision.phases import Passes
-    from nvfp4_train.setup import build_quantized_model
+    from nvfp4_train.distributed import process_groups
+    from tests.benchmarks.training_step import TrainingStep
 
 BASELINE = "bf16"
 TARGETS = {"nvfp4": 3.0}  # largest step time over bf16
 HEALTH_EVERY, HEALTH_TARGET = 50, 0.02  # a sample every so many steps costs at most this share of step time
-PAIRS, WARM_UP = 9, 2
+PAIRS = 9
 
 
 def recipe_names() -> list[str]:
@@ -73,55 +68,6 @@ def timed_by_turns(first: Callable[[], None], second: Callable[[], None], pairs:
             kept.append(time.perf_counter() - start)
     ratios = tuple(after / before for before, after in zip(*seconds, strict=True))
     return Paired(ratios, *(1e3 * statistics.median(kept) for kept in seconds))
-
-
-class TrainingStep:
-    """A quickstart model in one recipe; each call is one optimizer step on the same random tokens.
-
-    What the trainer does around it (reading data, hashing batches, logging) is left out: the same in every recipe.
-    """
-
-    def __init__(self, config: RunConfig, world: World) -> None:
-        quantized = build_quantized_model(config, world, say=lambda text: None)
-        self.config, self.world = config, world
-        self.model, self.runtime = quantized.model, quantized.runtime
-        self.parallel_model = wrap_data_parallel(self.model, config.parallel)
-        self.optimizer = build_optimizer(config.optimizer, config.parallel, self.parallel_model)
-        self.batches = random_batches(config)
-        self.step = 0
-        for _ in range(WARM_UP):
-            self()
-
-    def __call__(self, sample_health: bool = False) -> None:
-        """One step; with `sample_health`, health is measured on its first micro-batch and read off."""
-        self.runtime.sample_health = sample_health
-        self.runtime.begin_step(self.step, Passes())
-        with megatron_device():
-            self.parallel_model.zero_grad_buffer()
-            self.optimizer.zero_grad()
-        run_micro_batches(self.parallel_model, self.batches, self.runtime, self.world, training=True)
-        norm = gradient_norm(self.model)
-        self.runtime.end_step()
-        clip_gradients(self.parallel_model, norm, self.config.optimizer.clip)
-        set_learning_rate(self.optimizer, self.config.optimizer.lr)
-        with megatron_device():
-            self.optimizer.step()
-        self.runtime.weights_changed()
-        if sample_health:
-            assert self.runtime.health.metrics()
-        self.step += 1
-
-
-def random_batches(config: RunConfig) -> list[Batch]:
-    """The micro-batches of one global batch of random bytes, every token valid."""
-    data, generator = config.data, torch.Generator().manual_seed(config.seed)
-    shape = (data.micro_batch, data.sequence_length)
-    batches = []
-    for _ in range(data.global_batch // data.micro_batch):
-        text = torch.randint(0, 256, (shape[0], shape[1] + 1), generator=generator)
-        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        batches.append({"tokens": tokens, "labels": labels, "loss_mask": torch.ones(shape)})
-    return batches
 
 
 def quickstart(recipe: str) -> RunConfig:

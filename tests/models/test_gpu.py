@@ -62,3 +62,20 @@ def test_the_last_token_of_one_document_does_not_move_the_next(megatron: None, k
     assert not torch.equal(before[:, border - 1], after[:, border - 1])
     alone = model(inputs[:, border:].contiguous(), labels=labels[:, border:].contiguous())
     torch.testing.assert_close(before[:, border:], alone, rtol=0, atol=0.03)
+
+
+def test_fused_kernels_equal_torch(megatron: None) -> None:
+    import torch.distributed as dist
+
+    from models.pointwise import choose_pointwise, compare_pointwise
+    from tests.models import fused_checks
+
+    device = torch.device("cuda")
+    assert dist.is_initialized()
+    for dtype in (torch.bfloat16, torch.float32):
+        fused_checks.check_squared_relu("cuda", dtype)
+        fused_checks.check_cross_entropy("cuda", dtype)
+    fused_checks.check_visible("cuda")
+    for name in ("quickstart", "nano", "1b"):
+        config = load_model_config(name)
+        assert compare_pointwise(config, choose_pointwise(config, device), device) < 1e-2

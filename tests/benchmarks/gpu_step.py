@@ -1,0 +1,163 @@
+"""Whole training steps on a GPU, as tables: recipes against BF16 and against Megatron-Core's own classes, peak memory
+against the plan, idle time, and where the time goes. Run: python -m tests.benchmarks.gpu_step [CASE ...] [--profile]
+
+A step is forward, backward and update as the trainer does it, on random tokens of the whole vocabulary. All cases run
+one after another in one process on one card; times are medians of steps that begin and end with an idle GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from data.quiet import quiet
+
+with quiet():
+    from models.shapes import flops_per_token, linear_shapes
+    from nvfp4_train.cards import bf16_peak
+    from nvfp4_train.compose import compose
+    from nvfp4_train.config import RunConfig
+    from nvfp4_train.distributed import process_groups
+    from nvfp4_train.memory import memory
+    from nvfp4_train.precision.assignment import assign
+    from tests.benchmarks.training_step import TrainingStep
+
+WARM_UP, STEPS = 4, 8
+WHOLE_1B = ("experiment=1b", "data.global_batch=4")
+BLOCKS_12B = (
+    "experiment=1b",
+    "data.global_batch=2",
+    "data.micro_batch=2",
+    "model.pattern=M-M-M-M*-",
+    "model.hidden_size=5120",
+    "model.ffn_hidden_size=20480",
+    "model.num_attention_heads=40",
+    "model.mamba_num_heads=160",
+)
+NANO = ("experiment=nano", "data.micro_batch=64")
+ALL_QUANTIZED = ("precision.bf16_blocks.first=0", "precision.bf16_blocks.last=0")
+CASES: dict[str, tuple[str, ...]] = {
+    "1b bf16": (*WHOLE_1B, "precision=bf16"),
+    "1b nvfp4": (*WHOLE_1B, "precision=nvfp4"),
+    "12b bf16": (*BLOCKS_12B, "precision=bf16"),
+    "12b nvfp4": (*BLOCKS_12B, "precision=nvfp4", *ALL_QUANTIZED),
+    "nano bf16": (*NANO, "precision=bf16"),
+    "nano nvfp4": (*NANO, "precision=nvfp4"),
+    "1b bf16 recompute": (*WHOLE_1B, "precision=bf16", "model.recompute=full"),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one case: medians in ms of a step, and of what the CPU needs to hand it to the GPU; memory in bytes."""
+
+    step_ms: float
+    handed_ms: float
+    peak: int
+    planned: int
+    idle: float
+    tokens: int
+    flops: int
+
+
+def measure(config: RunConfig, world: object, show_profile: bool) -> Measured:
+    """Build, warm up, time, profile one step."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step = TrainingStep(config, world, warm_up=WARM_UP)  # type: ignore[arg-type]
+    whole, handed = [], []
+    for _ in range(STEPS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        handed.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+        whole.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() - before
+    kernels, idle = profiled(step)
+    if show_profile:
+        for name, (microseconds, count) in kernels[:25]:
+            print(f"    {microseconds / 1e3:8.2f} ms {count:5d}  {name[:110]}")
+    assignments = assign(config.precision, linear_shapes(config.model))
+    tokens = config.data.micro_batch * config.data.sequence_length
+    return Measured(
+        1e3 * statistics.median(whole),
+        1e3 * statistics.median(handed),
+        peak,
+        memory(config.model, assignments, tokens).total,
+        idle,
+        config.data.global_batch * config.data.sequence_length,
+        flops_per_token(config.model, config.data.sequence_length).training,
+    )
+
+
+def profiled(step: Callable[[], None]) -> tuple[list[tuple[str, tuple[float, int]]], float]:
+    """Kernels of one step by total time, and the share of its span in which none ran."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+    spans, totals = [], defaultdict(lambda: (0.0, 0))
+    for event in profiler.events() or []:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spans.append((event.time_range.start, event.time_range.end))
+            total, count = totals[event.name]
+            totals[event.name] = (total + event.time_range.elapsed_us() / 2, count + 1)
+    spans.sort()
+    busy, reached = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return sorted(totals.items(), key=lambda item: -item[1][0]), 1 - busy / (reached - spans[0][0])
+
+
+def row(name: str, found: Measured, baseline: float | None) -> str:
+    """A line of the table."""
+    peak = bf16_peak(torch.cuda.get_device_name())
+    rate = found.tokens * found.flops / found.step_ms / 1e9
+    share = "" if peak is None else f"{rate / peak:6.1%}"
+    ratio = "" if baseline is None else f"{found.step_ms / baseline:6.3f}"
+    return (
+        f"{name:<24} {found.step_ms:8.1f} {ratio:>6} {found.handed_ms:8.1f} {found.idle:6.1%} {rate:7.0f} {share:>6} "
+        f"{found.peak / 2**30:7.2f} {found.planned / 2**30:7.2f} {found.planned / found.peak:6.3f}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"by default all of: {', '.join(CASES)}")
+    parser.add_argument("--profile", action="store_true", help="list the longest kernels of each case")
+    chosen = parser.parse_args(arguments)
+    columns = (("ms", 8), ("/bf16", 6), ("handed", 8), ("idle", 6), ("TFLOP/s", 7), ("MFU", 6), ("GiB", 7))
+    header = " ".join([f"{'case':<24}", *(f"{text:>{width}}" for text, width in columns), "planned", " ratio"])
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n{header}")
+    baselines: dict[str, float] = {}
+    first = compose([*CASES["1b bf16"]])
+    with process_groups(first.parallel, first.seed) as world:
+        for name in chosen.cases or CASES:
+            size, _, recipe = name.partition(" ")
+            try:
+                found = measure(compose(list(CASES[name])), world, chosen.profile)
+            except Exception:
+                traceback.print_exc(limit=-4)
+                continue
+            finally:
+                gc.collect()
+            if recipe == "bf16":
+                baselines[size] = found.step_ms
+            print(row(name, found, baselines.get(size)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

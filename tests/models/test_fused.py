@@ -1,0 +1,43 @@
+"""Fused kernels without a GPU (Triton's interpreter runs them in processes of its own), and how kernels are trusted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.config import ModelError
+from tests.models.conftest import TINY
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_kernels_equal_torch() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.models.fused_checks"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("equal\n")
+
+
+def test_functions_are_compared_with_torch(megatron: None) -> None:
+    from models.pointwise import choose_pointwise, compare_pointwise, squared_relu
+
+    device = torch.device("cpu")
+    plain = choose_pointwise(TINY, device)
+    assert not plain.fused
+    assert compare_pointwise(TINY, plain, device) == 0
+    near = replace(plain, squared_relu=lambda x: squared_relu(x) * 1.01, description="near")
+    assert near.fused
+    assert 0.005 < compare_pointwise(TINY, near, device) < 0.02
+    no_gradient = replace(plain, norm=lambda x, w, eps, group: plain.norm(x, w, eps, group).detach() + 0 * x * w)
+    with pytest.raises(ModelError, match=r"the norm or its gradient differs .* by 1 .*kernels=torch"):
+        compare_pointwise(TINY, no_gradient, device)
+    not_a_number = replace(plain, cross_entropy=lambda x, labels, group: x.float().sum(-1) * float("nan"))
+    with pytest.raises(ModelError, match=r"the loss or its gradient differs .* by nan"):
+        compare_pointwise(TINY, not_a_number, device)
