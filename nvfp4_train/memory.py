@@ -10,19 +10,21 @@ linear whose forward and dgrad multiply the same values (16x16 and 128x128 tiles
 Activations kept for the backward pass, bytes a token, h the hidden size, f the FFN's, q and k the widths of queries and
 of keys, i Mamba's inner width, P its projection's, c its convolution's channels, n its state, V the padded vocabulary:
 
-    norm before each block and at the end    4 h (FP32 input) + 2 h (output); on a CPU 4 h more
-    -   feed-forward                         4 f
+                                             with kernels     in plain torch
+    norm before each block and at the end    4 h              6 h (FP32 input); on a CPU 10 h
+    -   feed-forward                         4 f              4 f
     *   attention                            2 (q + 2 k) + 2 q + 2 k as the products take them, 4 q + 4 a head after;
                                              on a CPU 8 q + 8 k + 2 q + 4 a head
-    M   mamba-ssm's kernels                  2 P + 2 i, and 10 i in the norm after
-        PyTorch's scan                       4 P + 8 c + 8 a head + 8 i + 4 i n / chunk, and 10 i in the norm after
-    the loss                                 4 V
+    M   Mamba                                2 P + 6 i        4 P + 8 c + 8 a head + 18 i + 4 i n / chunk
+    the loss                                 2 V              4 V
 
 An operand that is kept quantized takes 4 bytes instead of 2 on a CPU. `model.recompute=full` keeps 2 h a block, and one
 block at a time in full; `selective` keeps the inputs of feed-forward and attention products alone.
 
-Working memory: the largest that one linear needs beside all this: its output and gradients in FP32 and BF16, the FP32
-stand-in of its weight gradient. Adam's own temporaries, 4 bytes a parameter, come when the activations are gone.
+Working memory: the largest that one linear's backward pass needs beside all this: its output's gradient, that as both
+GEMMs take it where it is quantized, its input's gradient and the FP32 stand-in of its weight gradient; on a CPU, FP32
+forms of the output and its gradient. Adam's own temporaries, 4 bytes a parameter on a CPU and none on a GPU, come when
+the activations are gone.
 """
 
 from __future__ import annotations
@@ -56,6 +58,11 @@ class Machine:
     cuda: bool = True
     kernels: str = "mamba_ssm"
 
+    @property
+    def fused(self) -> bool:
+        """Whether norms and the loss run as kernels that keep BF16 alone."""
+        return self.cuda and self.kernels != "torch"
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -87,8 +94,8 @@ def memory(
         **states,
         weight_cache=cache,
         activations=round(tokens * activation_bytes(model, assignments, machine)),
-        working=_working(assignments, tokens),
-        optimizer_step=4 * parameters,
+        working=_working(assignments, tokens, machine),
+        optimizer_step=0 if machine.cuda else 4 * parameters,
     )
 
 
@@ -106,15 +113,21 @@ def _cached_weight(linear: LinearPrecision, machine: Machine) -> int:
     )
 
 
-def _working(assignments: Sequence[LinearPrecision], tokens: int) -> int:
-    """FP32 accumulator and BF16 result of the output, both factors of its gradient, the weight gradient's stand-in."""
-    return max(linear.out_features * (tokens * (4 + 2 + 4) + 4 * linear.in_features) for linear in assignments)
+def _working(assignments: Sequence[LinearPrecision], tokens: int, machine: Machine) -> int:
+    """What the backward pass of one linear needs, of the one that needs most."""
+
+    def needed(linear: LinearPrecision) -> int:
+        quantized = sum(linear.operands[gemm]["gradient"].format != "bf16" for gemm in ("dgrad", "wgrad"))
+        output = 2 + 2 * quantized if machine.fused else 10
+        return tokens * (output * linear.out_features + 2 * linear.in_features)
+
+    return max(needed(linear) + 4 * linear.in_features * linear.out_features for linear in assignments)
 
 
 def activation_bytes(model: ModelConfig, assignments: Sequence[LinearPrecision], machine: Machine = Machine()) -> float:
     """Bytes a token of what the forward pass keeps for the backward pass, with the block that full recompute holds."""
-    norm = (6 if machine.cuda else 10) * model.hidden_size
-    ends = norm + 4 * padded_vocab_size(model)
+    norm = (4 if machine.fused else 6 if machine.cuda else 10) * model.hidden_size
+    ends = norm + (2 if machine.fused else 4) * padded_vocab_size(model)
     blocks = [norm + block_bytes(model, letter, machine) for letter in block_letters(model)]
     if not machine.cuda:  # of these, 2 bytes a value are counted in the blocks
         for linear in assignments:
@@ -145,8 +158,8 @@ def block_bytes(model: ModelConfig, letter: str, machine: Machine) -> float:
     if letter != MAMBA:
         return 0 if selective else 4 * model.ffn_hidden_size
     inner, projected = mamba_inner_size(model), mamba_in_proj_width(model)
-    if machine.kernels == "mamba_ssm":
-        return 2 * projected + 12 * inner
+    if machine.fused:
+        return 2 * projected + 6 * inner
     scan = 4 * inner * model.mamba_state_dim / model.mamba_chunk_size
     return 4 * projected + 8 * mamba_conv_channels(model) + 8 * model.mamba_num_heads + 18 * inner + scan
 
