@@ -12,7 +12,7 @@ import queue
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +41,11 @@ filesystem_async._results_queue = queue.Queue()
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a checkpoint holds. `runtime` has `state_dict` and `load_state_dict` of tensors by global linear name."""
+    """What a checkpoint holds. `chunks` are the rank's share of the model, one or one for each virtual stage; `runtime`
+    has `state_dict` and `load_state_dict` of tensors by global linear name.
+    """
 
-    model: Any
+    chunks: Sequence[Any]
     optimizer: Any
     runtime: Any
 
@@ -119,8 +121,7 @@ def load(path: Path, state: TrainingState, world: World) -> Loaded:
     if same_world:
         wanted["random_states"] = ShardedObject("random_states", None, (world.size,), (world.rank,))
     loaded = _load(path, wanted, strict="raise_all" if same_world else "raise_unexpected")
-    with megatron_device():
-        state.model.load_state_dict(loaded["model"])
+    _load_chunks(state.chunks, loaded["model"])
     load_moments(state.optimizer, loaded["optimizer"])
     new_histories = state.runtime.load_state_dict(loaded["precision"])
     if same_world:
@@ -128,13 +129,24 @@ def load(path: Path, state: TrainingState, world: World) -> Loaded:
     return Loaded(header, new_histories)
 
 
-def load_weights(path: Path, model: Any, runtime: Any) -> Loaded:
+def load_weights(path: Path, chunks: Sequence[Any], runtime: Any) -> Loaded:
     """Put the weights and the amax histories alone of the whole checkpoint at `path` where they belong; see `load`."""
     with megatron_device():
-        wanted = {"model": model.sharded_state_dict()}
+        wanted = {"model": _sharded(chunks)}
     loaded = _load(path, wanted, strict="raise_unexpected")
-    model.load_state_dict(loaded["model"])
+    _load_chunks(chunks, loaded["model"])
     return Loaded(files.read_header(path), runtime.load_state_dict(loaded["precision"]))
+
+
+def _sharded(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Megatron's sharded state of each chunk; names in a file are global, whatever chunk or stage a block is in."""
+    return {f"chunk{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+
+
+def _load_chunks(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
+    with megatron_device():
+        for number, chunk in enumerate(chunks):
+            chunk.load_state_dict(loaded[f"chunk{number}"])
 
 
 def _load(path: Path, wanted: dict[str, Any], strict: str) -> dict[str, Any]:
@@ -183,7 +195,7 @@ def _weights_only() -> Iterator[None]:
 def _content(state: TrainingState, world: World, loading: bool) -> dict[str, Any]:
     """The sharded state that Megatron saves, or fills when loading."""
     with megatron_device():
-        model = state.model.sharded_state_dict()
+        model = _sharded(state.chunks)
         content = {"model": model, "optimizer": state.optimizer.sharded_state_dict(model, is_loading=loading)}
     if not loading:
         histories: dict[

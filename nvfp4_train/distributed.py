@@ -117,6 +117,13 @@ def largest_over_stage(values: torch.Tensor) -> None:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
 
 
+def sum_over_model(values: torch.Tensor) -> None:
+    """In place, the sum over context ranks and pipeline stages of one model; tensor-parallel ranks hold the same."""
+    for group in (parallel_state.get_context_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+        if group.size() > 1:
+            dist.all_reduce(values, group=group)
+
+
 def gather(item: Any, world: World) -> list[Any]:
     """`item` of every rank, in the order of ranks, on every rank."""
     if world.size == 1:

@@ -99,11 +99,11 @@ def score(config: RunConfig, path: Path, say: Say) -> dict[str, Any]:
         say(choose_backend(config.precision, compute_capability(world.device)))
         datasets = open_datasets(config, say)
         quantized = build_quantized_model(config, world, say)
-        loaded = checkpoint.load_weights(path, quantized.model, quantized.runtime)
+        loaded = checkpoint.load_weights(path, quantized.chunks, quantized.runtime)
         if loaded.new_histories:
             say(f"delayed scaling: {len(loaded.new_histories)} tensors have no amax history here and are scaled by 1")
         quantized.runtime.passes = quantized.passes.at(max(1, loaded.header.step))
-        found = validation_metrics(quantized.model, datasets, config.data, quantized.runtime, world)
+        found = validation_metrics(quantized.chunks, datasets, config.data, quantized.runtime, world)
     return {"step": loaded.header.step, **found, "samples": datasets.validation_samples}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from data.config import DataConfig
@@ -14,14 +15,20 @@ from nvfp4_train.random_state import random_states_kept
 
 
 def validation_metrics(
-    model: Any, datasets: Datasets, config: DataConfig, runtime: PrecisionRuntime, world: World, *, bf16: bool = False
+    chunks: Sequence[Any],
+    datasets: Datasets,
+    config: DataConfig,
+    runtime: PrecisionRuntime,
+    world: World,
+    *,
+    bf16: bool = False,
 ) -> dict[str, float]:
     """Loss over the run's validation samples, the mean over tokens, however they fill the batches.
 
     Random states, histories of delayed scaling and counts of the precision runtime stand afterwards as before.
 
     Args:
-        model: Megatron's data-parallel wrapper; ends in training mode.
+        chunks: see `run_micro_batches`; they end in training mode.
         bf16: run all GEMMs in BF16 instead of the recipe's forward pass.
 
     Returns:
@@ -31,11 +38,13 @@ def validation_metrics(
     if datasets.validation_samples == 0:
         return {}
     batches = list(validation_batches(datasets, config, data_rank=world.data_rank, data_size=world.data_size))
-    model.eval()
+    for chunk in chunks:
+        chunk.eval()
     try:
         with random_states_kept(), runtime.evaluating(bf16=bf16):
-            loss = run_micro_batches(model, batches, runtime, world, training=False).mean
+            loss = run_micro_batches(chunks, batches, runtime, world, training=False).mean
     finally:
-        model.train()
+        for chunk in chunks:
+            chunk.train()
     suffix = "_bf16" if bf16 else ""
     return {f"val/loss{suffix}": loss, f"val/bits_per_byte{suffix}": bits_per_byte(loss, datasets.corpus)}

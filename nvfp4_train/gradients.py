@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,67 +10,110 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
+from models.hybrid import global_name
 
-def named_gradients(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Name and FP32 gradient buffer of every parameter, in the order of the model."""
-    return [(name, _gradient(parameter)) for name, parameter in model.named_parameters()]
+Chunks = Sequence[torch.nn.Module]
+# First element and the one after the last of the part of a flat parameter that a rank's optimizer updates.
+Parts = Mapping[torch.nn.Parameter, tuple[int, int]]
+
+
+def named_parameters(chunks: Chunks) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Global name and parameter of all that this rank holds, in the order of its chunks."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            yield global_name(chunk, name), parameter
 
 
 def _gradient(parameter: Any) -> torch.Tensor:
-    """The part of Megatron's gradient buffer that belongs to a parameter."""
+    """The part of Megatron's FP32 gradient buffer that belongs to a parameter."""
     return parameter.main_grad
 
 
-def gradient_norm(model: torch.nn.Module) -> float:
-    """Euclidean norm over all parameters of the whole model; inf or nan when one gradient is not finite.
+class GradientNorm:
+    """The Euclidean norm of all gradients of the whole model, the same bits however its blocks lie on ranks.
 
-    Summed in FP64, parameter by parameter in the order of the model, then rounded to FP32: splitting a parameter over
-    ranks moves the sum by parts in 1e16, which the rounding hides. FP64 can't overflow: FP32's largest square is 1e77.
+    Summed in FP64, parameter by parameter in the order of the whole model, then rounded to FP32: splitting a parameter
+    over ranks moves the sum by parts in 1e16, which the rounding hides. FP64 can't overflow: FP32's largest square is
+    1e77.
+
+    Args:
+        chunks: what this rank holds of the model; its ranks agree on the order here.
+        parts: with a distributed optimizer, which part of each parameter's gradient is complete here.
     """
-    squares = [
-        torch.linalg.vector_norm(_gradient(parameter), dtype=torch.float64).square()
-        for parameter in model.parameters()
-        if _is_counted_here(parameter)
-    ]
-    total = torch.stack(squares).sum()
-    group = parallel_state.get_model_parallel_group()
-    if group.size() > 1:
-        dist.all_reduce(total, group=group)
-    return float(total.sqrt().to(torch.float32).item())
+
+    def __init__(self, chunks: Chunks, parts: Parts | None = None) -> None:
+        self._parts = parts
+        pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        mine = [(number * pipeline + stage, list(_counted(chunk))) for number, chunk in enumerate(chunks)]
+        self._model_ranks = parallel_state.get_model_parallel_group()
+        stages = {number: names for held in _gathered(mine, self._model_ranks) for number, names in held}
+        order = {name: place for place, name in enumerate(name for number in sorted(stages) for name in stages[number])}
+        self._length = len(order)
+        self._mine = [(order[name], parameter) for chunk in chunks for name, parameter in _counted(chunk).items()]
+
+    def __call__(self) -> float:
+        """Inf or nan when one gradient is not finite."""
+        device = self._mine[0][1].device
+        squares = torch.zeros(self._length, dtype=torch.float64, device=device)
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        here = [(place, p) for place, p in self._mine if first or getattr(p, "tensor_model_parallel", False)]
+        norms = [torch.linalg.vector_norm(self._complete(p), dtype=torch.float64) for _, p in here]
+        if here:
+            squares[torch.tensor([place for place, _ in here], device=device)] = torch.stack(norms).square()
+        groups = [self._model_ranks]
+        if self._parts is not None:
+            groups.append(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        for group in groups:
+            if group.size() > 1:
+                dist.all_reduce(squares, group=group)
+        return float(squares.sum().sqrt().to(torch.float32).item())
+
+    def _complete(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        gradient = _gradient(parameter)
+        if self._parts is None:
+            return gradient
+        start, end = self._parts.get(parameter, (0, 0))
+        return gradient.view(-1)[start:end]
 
 
-def _is_counted_here(parameter: torch.nn.Parameter) -> bool:
-    """What tensor-parallel ranks hold in copies counts on the first of them alone; a tied embedding counts once."""
-    if getattr(parameter, "shared", False):
-        return False
-    split = getattr(parameter, "tensor_model_parallel", False)
-    return split or parallel_state.get_tensor_model_parallel_rank() == 0
+def _counted(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """By global name; a tied embedding counts once, on its first stage."""
+    return {name: p for name, p in named_parameters([chunk]) if not getattr(p, "shared", False)}
 
 
-def clip_gradients(model: DistributedDataParallel, norm: float, limit: float) -> None:
+def _gathered(item: Any, group: dist.ProcessGroup) -> list[Any]:
+    items: list[Any] = [None] * group.size()
+    dist.all_gather_object(items, item, group=group)
+    return items
+
+
+def clip_gradients(chunks: Sequence[DistributedDataParallel], norm: float, limit: float) -> None:
     """Scale all gradients by limit / norm where norm > limit; a limit of 0 clips nothing."""
     if 0 < limit < norm:
-        model.scale_gradients(limit / norm)
+        for chunk in chunks:
+            chunk.scale_gradients(limit / norm)
 
 
-def first_bad_gradient(model: torch.nn.Module) -> str | None:
+def first_bad_gradient(chunks: Chunks) -> str | None:
     """Name of the parameter with a non-finite gradient that the backward pass reached first, None when all are finite.
 
     The pass runs from the last block to the first and carries a bad number along: the last such one is the source.
     """
-    bad = [name for name, gradient in named_gradients(model) if not bool(torch.isfinite(gradient).all())]
+    bad = [name for name, parameter in named_parameters(chunks) if not _is_finite(_gradient(parameter))]
     return bad[-1] if bad else None
 
 
-def first_bad_weight(model: torch.nn.Module) -> str | None:
+def first_bad_weight(chunks: Chunks) -> str | None:
     """Name of the first parameter that holds a non-finite number, None when all are finite."""
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            return name
-    return None
+    return next((name for name, parameter in named_parameters(chunks) if not _is_finite(parameter)), None)
 
 
-def first_bad_output(model: torch.nn.Module, forward: Callable[[], Any]) -> str | None:
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def first_bad_output(chunks: Chunks, forward: Callable[[], Any]) -> str | None:
     """Name of the first module whose output is not finite when `forward` runs the model once more, or None."""
     found: list[str] = []
 
@@ -78,13 +121,18 @@ def first_bad_output(model: torch.nn.Module, forward: Callable[[], Any]) -> str 
         def check(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
             tensors = output if isinstance(output, (tuple, list)) else (output,)
             for tensor in tensors:
-                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not _is_finite(tensor):
                     found.append(name)
                     return
 
         return check
 
-    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name]
+    handles = [
+        module.register_forward_hook(hook(global_name(chunk, name)))
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if name
+    ]
     try:
         with torch.no_grad():
             forward()

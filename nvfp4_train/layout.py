@@ -12,16 +12,8 @@ from nvfp4_train.precision.config import PrecisionConfig, PrecisionError
 from nvfp4_train.precision.phases import resolve
 from nvfp4_train.schedule import build_schedule
 
-# Ranks can only hold whole copies of the model so far: what is refused by name, with the one value that is there.
-NOT_YET = {
-    "expert": 1,
-    "tensor": 1,
-    "sequence": False,
-    "pipeline": 1,
-    "virtual_pipeline": 1,
-    "context": 1,
-    "distributed_optimizer": False,
-}
+# What is refused by name, with the one value that is there.
+NOT_YET = {"expert": 1, "distributed_optimizer": False}
 
 
 def tokens_per_step(config: RunConfig) -> int:
@@ -103,10 +95,7 @@ def check_supported(parallel: ParallelConfig) -> None:
     for name, value in NOT_YET.items():
         if getattr(parallel, name) != value:
             written = str(getattr(parallel, name)).lower()
-            raise ConfigError(
-                f"parallel.{name}={written}: not there yet, every rank holds the whole model for now. "
-                f"Write parallel.{name}={str(value).lower()}."
-            )
+            raise ConfigError(f"parallel.{name}={written}: not there yet. Write parallel.{name}={str(value).lower()}.")
 
 
 def choose_backend(precision: PrecisionConfig, capability: tuple[int, int] | None) -> str:

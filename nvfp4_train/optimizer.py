@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +18,17 @@ from models.megatron_cpu import megatron_device
 from nvfp4_train.config import OptimizerConfig, ParallelConfig
 
 
-def wrap_data_parallel(model: torch.nn.Module, parallel: ParallelConfig) -> DistributedDataParallel:
-    """`model` with one FP32 gradient buffer, reduced over data-parallel ranks at the end of a step."""
+def wrap_data_parallel(chunks: Sequence[torch.nn.Module], parallel: ParallelConfig) -> list[DistributedDataParallel]:
+    """Each chunk with one FP32 gradient buffer, reduced over data-parallel ranks at the end of a step."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.distributed_optimizer
     )
     with megatron_device():
-        return DistributedDataParallel(model.config, config, model)
+        return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 
 def build_optimizer(
-    config: OptimizerConfig, parallel: ParallelConfig, model: DistributedDataParallel
+    config: OptimizerConfig, parallel: ParallelConfig, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
     """AdamW with decoupled weight decay for the parameters that take one.
 
@@ -51,7 +51,7 @@ def build_optimizer(
         use_distributed_optimizer=parallel.distributed_optimizer,
     )
     with megatron_device():
-        optimizer = get_megatron_optimizer(settings, [model], {spared: ParamGroupOverride(wd_mult=0.0)})
+        optimizer = get_megatron_optimizer(settings, list(chunks), {spared: ParamGroupOverride(wd_mult=0.0)})
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
         del (
@@ -110,10 +110,10 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def describe_groups(model: torch.nn.Module, weight_decay: float) -> str:
-    """One line: how many parameters decay, how many don't, and which kinds these are."""
+def describe_groups(chunks: Sequence[torch.nn.Module], weight_decay: float) -> str:
+    """One line: how many of this rank's parameters decay, how many don't, and which kinds these are."""
     decayed, spared, kinds = 0, 0, set()
-    for name, parameter in model.named_parameters():
+    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
         if no_weight_decay(name, parameter):
             spared += parameter.numel()
             kinds.add(_kind(name))

@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from models.attention import positions_of_rank
 from models.megatron_cpu import megatron_device
-from nvfp4_train.distributed import World, gather_data_parallel
+from nvfp4_train.distributed import World, gather_data_parallel, sum_over_model
 from nvfp4_train.precision.runtime import PrecisionRuntime
 
 Batch = dict[str, torch.Tensor]
@@ -31,7 +33,7 @@ class LossSum:
 
 
 def run_micro_batches(
-    model: Any, batches: Sequence[Batch], runtime: PrecisionRuntime, world: World, *, training: bool
+    chunks: Sequence[Any], batches: Sequence[Batch], runtime: PrecisionRuntime, world: World, *, training: bool
 ) -> LossSum:
     """All micro-batches of this rank forward and, in training, backward; the buffers then hold the gradient.
 
@@ -39,7 +41,8 @@ def run_micro_batches(
     their share in each micro-batch: Megatron's schedule divides the gradients once, at the end.
 
     Args:
-        model: Megatron's data-parallel wrapper.
+        chunks: what this rank holds of the model: one, or one for each virtual stage; in training within Megatron's
+            data-parallel wrappers.
         batches: `tokens`, `labels` and `loss_mask`, each [micro-batch, sequence], and `documents` where these are kept
             apart.
 
@@ -51,17 +54,28 @@ def run_micro_batches(
     with megatron_device(), torch.set_grad_enabled(training):
         outputs = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(enumerate(batches)),
-            model=model,
+            data_iterator=[iter(enumerate(batches)) for _ in chunks],
+            model=list(chunks),
             num_microbatches=len(batches),
             seq_length=shape[1],
             micro_batch_size=shape[0],
             forward_only=not training,
         )
-    sums = torch.stack(outputs).tolist()  # one wait for the device, [micro-batches, (nats, tokens)]
-    by_rank = gather_data_parallel(sums, world)
+    # Only the last pipeline stage has losses, and each context rank those of its own tokens.
+    sums = torch.stack(outputs) if outputs else torch.zeros(len(batches), 2, dtype=torch.float64, device=world.device)
+    sum_over_model(sums)
+    by_rank = gather_data_parallel(sums.tolist(), world)  # one wait for the device, [micro-batches, (nats, tokens)]
     in_order = [pair for micro_batch in zip(*by_rank, strict=True) for pair in micro_batch]
     return LossSum(sum(nats for nats, _ in in_order), int(sum(tokens for _, tokens in in_order)))
+
+
+def context_share(sequences: torch.Tensor) -> torch.Tensor:
+    """Of [micro-batch, sequence] the two pieces that this context rank works on."""
+    ranks = parallel_state.get_context_parallel_world_size()
+    if ranks == 1:
+        return sequences
+    rank, length = parallel_state.get_context_parallel_rank(), sequences.shape[1] // ranks
+    return sequences[:, positions_of_rank(rank, ranks, length, sequences.device)].contiguous()
 
 
 def _forward(
@@ -72,7 +86,7 @@ def _forward(
     if training:
         runtime.begin_microbatch(index * world.data_size + world.data_rank)
     tokens, labels, mask = (
-        batch[name].to(world.device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")
+        context_share(batch[name]).to(world.device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")
     )
     documents = batch["documents"].to(world.device, non_blocking=True) if "documents" in batch else None
     return model(tokens, None, None, labels=labels, documents=documents), partial(_loss_sum, mask=mask)

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
 from data.corpus import check_vocabulary
 from data.loading import Datasets, build_datasets
 from data.prepare import prepare
 from models.hybrid import LinearClasses, build_model, describe_kernels, named_linears
-from models.shapes import count_parameters, flops_per_token, linear_shapes, padded_vocab_size
+from models.shapes import (
+    STAGE_CUT,
+    count_parameters,
+    flops_per_token,
+    linear_shapes,
+    padded_vocab_size,
+    stage_patterns,
+)
 from nvfp4_train.config import RunConfig
-from nvfp4_train.distributed import World, largest_over_stage
+from nvfp4_train.distributed import World, gather, largest_over_stage
 from nvfp4_train.layout import tokens_per_step
 from nvfp4_train.precision.assignment import LinearPrecision, assign
 from nvfp4_train.precision.linear import QuantizedColumnParallelLinear, QuantizedRowParallelLinear, attach
@@ -23,6 +32,7 @@ from nvfp4_train.precision.phases import PassSchedule, resolve
 from nvfp4_train.precision.report import report, summary
 from nvfp4_train.precision.runtime import PrecisionRuntime
 from nvfp4_train.precision.selftest import self_test
+from nvfp4_train.precision.shards import Axis
 
 Say = Callable[[str], None]
 
@@ -32,14 +42,14 @@ class QuantizedModel:
     """A model whose linears know their precision.
 
     Attributes:
-        model: this rank's share, with its initial weights; FP32 parameters.
+        chunks: this rank's share, one or one for each virtual stage, with its initial weights; FP32 parameters.
         runtime: what its linears share.
         assignments: what was decided for every linear of the whole model.
         passes: which passes run in the recipe at which step.
         report: the precision report, for `precision.json`.
     """
 
-    model: Any
+    chunks: list[Any]
     runtime: PrecisionRuntime
     assignments: tuple[LinearPrecision, ...]
     passes: PassSchedule
@@ -78,32 +88,62 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
         config.seed, fuse_wgrad=config.optimizer.fuse_wgrad, amax_history=config.precision.amax_history
     )
     runtime.amax_reduce = largest_over_stage
+    runtime.token_axis = token_axis
     tested = self_test(assignments, world.device)
-    model = build_model(
-        config.model,
-        LinearClasses(QuantizedColumnParallelLinear, QuantizedRowParallelLinear),
-        sequence_length=config.data.sequence_length,
-        seed=config.seed,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        sequence=parallel.sequence,
-        context=parallel.context,
-        device=world.device,
-    )
-    attach(named_linears(model), assignments, runtime)
-    model.config.calculate_per_token_loss = True
-    model.config.finalize_model_grads_func = finalize_model_grads
+    chunks = [
+        build_model(
+            config.model,
+            LinearClasses(QuantizedColumnParallelLinear, QuantizedRowParallelLinear),
+            sequence_length=config.data.sequence_length,
+            seed=config.seed,
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            sequence=parallel.sequence,
+            context=parallel.context,
+            virtual_pipeline=parallel.virtual_pipeline,
+            virtual_stage=number if parallel.virtual_pipeline > 1 else None,
+            device=world.device,
+        )
+        for number in range(parallel.virtual_pipeline)
+    ]
+    attach({name: linear for chunk in chunks for name, linear in named_linears(chunk).items()}, assignments, runtime)
+    for chunk in chunks:
+        chunk.config.calculate_per_token_loss = True
+        chunk.config.finalize_model_grads_func = finalize_model_grads
     full_report = report(config.precision, assignments, flops, passes, "emulated")
     padded = padded_vocab_size(config.model)
     say(
         f"model {config.model.pattern}: {count_parameters(config.model):,} parameters, "
         f"vocabulary {config.model.vocab_size} padded to {padded}"
     )
-    for line in (*describe_kernels(model), *summary(full_report)):
+    kernels = {line for lines in gather([describe_kernels(chunk) for chunk in chunks], world) for line in chain(*lines)}
+    for line in (*describe_pipeline(config), *sorted(kernels), *summary(full_report)):
         say(line)
     combinations = "1 combination" if tested == 1 else f"{tested} combinations"
     say(f"start-up test passed: {combinations} of formats, all three GEMMs, on {device_name(world.device)}")
-    return QuantizedModel(model, runtime, assignments, passes, full_report)
+    return QuantizedModel(chunks, runtime, assignments, passes, full_report)
+
+
+def token_axis(tokens: int) -> Axis | None:
+    """Where the `tokens` of a context rank lie among all of a micro-batch: in the order [sequence, micro-batch], an
+    early and a late piece of equal length (`models.attention.positions_of_rank`).
+    """
+    group = parallel_state.get_context_parallel_group()
+    ranks, rank, piece = group.size(), group.rank(), tokens // 2
+    if ranks == 1:
+        return None
+    return Axis(tokens * ranks, ((rank * piece, piece), ((2 * ranks - 1 - rank) * piece, piece)), group)
+
+
+def describe_pipeline(config: RunConfig) -> list[str]:
+    """A line that says which blocks each pipeline stage has, none without a pipeline."""
+    pipeline, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
+    if pipeline == 1:
+        return []
+    stages = " | ".join(stage_patterns(config.model, pipeline, virtual))
+    how = "cut as the pattern says" if STAGE_CUT in config.model.pattern else "cut evenly: the pattern has no '|'"
+    turns = f", in turn on {pipeline} ranks" if virtual > 1 else ""
+    return [f"pipeline: {stages}{turns} ({how})"]
 
 
 def device_name(device: torch.device) -> str:

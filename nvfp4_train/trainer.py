@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from data.loading import combine, sample_digest, train_batches
-from models.hybrid import global_name
 from models.megatron_cpu import megatron_device
 from models.shapes import flops_per_token
 from nvfp4_train import checkpoint
@@ -33,7 +32,7 @@ from nvfp4_train.distributed import (
 from nvfp4_train.environment import environment, versions
 from nvfp4_train.evaluation import validation_metrics
 from nvfp4_train.exits import ExitCode
-from nvfp4_train.gradients import clip_gradients, first_bad_gradient, first_bad_output, first_bad_weight, gradient_norm
+from nvfp4_train.gradients import GradientNorm, clip_gradients, first_bad_gradient, first_bad_output, first_bad_weight
 from nvfp4_train.layout import choose_backend, tokens_per_step
 from nvfp4_train.metrics import Metrics, MetricsFile
 from nvfp4_train.optimizer import build_optimizer, describe_groups, set_learning_rate, wrap_data_parallel
@@ -101,11 +100,12 @@ class Trainer:
 
         quantized = build_quantized_model(config, world, say)
         self.report = quantized.report
-        self.model, self.runtime = quantized.model, quantized.runtime
+        self.chunks, self.runtime = quantized.chunks, quantized.runtime
         self.assignments, self.passes = quantized.assignments, quantized.passes
-        self.parallel_model = wrap_data_parallel(self.model, config.parallel)
-        self.optimizer = build_optimizer(config.optimizer, config.parallel, self.parallel_model)
-        say(describe_groups(self.model, config.optimizer.weight_decay))
+        self.parallel_chunks = wrap_data_parallel(self.chunks, config.parallel)
+        self.optimizer = build_optimizer(config.optimizer, config.parallel, self.parallel_chunks)
+        self.gradient_norm = GradientNorm(self.chunks)
+        say(describe_groups(self.chunks, config.optimizer.weight_decay))
         per_step = tokens_per_step(config)
         self.schedule = build_schedule(config.schedule, config.optimizer, config.steps, per_step)
 
@@ -134,7 +134,7 @@ class Trainer:
             self.console.warn(f"{path.name} was written elsewhere, so last bits may differ: {'; '.join(changed)}")
 
     def _state(self) -> checkpoint.TrainingState:
-        return checkpoint.TrainingState(self.model, self.optimizer, self.runtime)
+        return checkpoint.TrainingState(self.chunks, self.optimizer, self.runtime)
 
     def _origin(self) -> dict[str, str]:
         """What numbers hang on besides the configuration: stored in a checkpoint, compared when it is loaded."""
@@ -226,12 +226,13 @@ class Trainer:
         runtime.sample_health = config.logging.health_every > 0 and step % config.logging.health_every == 0
         runtime.begin_step(self.step, passes)
         with megatron_device():
-            self.parallel_model.zero_grad_buffer()
+            for chunk in self.parallel_chunks:
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-        loss = run_micro_batches(self.parallel_model, micro_batches, runtime, self.world, training=True).mean
+        loss = run_micro_batches(self.parallel_chunks, micro_batches, runtime, self.world, training=True).mean
         if runtime.observing:
             runtime.check_observed(self.assignments, passes)
-        norm, lr = gradient_norm(self.model), self.schedule.at(step)
+        norm, lr = self.gradient_norm(), self.schedule.at(step)
         skip = any_rank(not math.isfinite(loss) or not math.isfinite(norm), self.world)
         runtime.end_step(skipped=skip)
         if skip:
@@ -251,12 +252,12 @@ class Trainer:
             "data/hash": self._hash(micro_batches),
             **self._phase_marker(step, passes),
             **self._recipe_marker(step),
-            **(runtime.health.metrics() if runtime.sample_health else {}),
+            **(self._health() if runtime.sample_health else {}),
         }
 
     def _update(self, norm: float, lr: float) -> None:
         """Clip, step, and tell the quantized weights that they are stale."""
-        clip_gradients(self.parallel_model, norm, self.config.optimizer.clip)
+        clip_gradients(self.parallel_chunks, norm, self.config.optimizer.clip)
         set_learning_rate(self.optimizer, lr)
         with megatron_device():
             self.optimizer.step()
@@ -269,28 +270,31 @@ class Trainer:
         The step counts: its data is consumed and the learning rate moves on, so runs stay comparable at equal tokens.
         """
         self.skipped += 1
-        sources = gather(self._first_bad(loss, micro_batches), self.world)
-        rank, source = next(((rank, source) for rank, source in enumerate(sources) if source), (0, "not found"))
+        rank, source = self._first_bad(loss, micro_batches)
         self.console.warn(
             f"step {step} skipped ({self.skipped} of {self.config.optimizer.max_skipped} in a row): loss {loss:g}, "
             f"gradient norm {norm:g}; first bad on rank {rank}: {source}"
         )
 
-    def _first_bad(self, loss: float, micro_batches: list[Batch]) -> str | None:
-        """What turned bad first on this rank: a weight, an output of the forward pass, or a gradient."""
+    def _first_bad(self, loss: float, micro_batches: list[Batch]) -> tuple[int, str]:
+        """What turned bad first and on which rank: a weight, an output of the forward pass, or a gradient.
+
+        All ranks look for the same thing at a time, because the forward pass needs all of them.
+        """
 
         def forward() -> None:
             with self.runtime.evaluating():
-                run_micro_batches(self.parallel_model, micro_batches, self.runtime, self.world, training=False)
+                run_micro_batches(self.parallel_chunks, micro_batches, self.runtime, self.world, training=False)
 
-        weight = first_bad_weight(self.model)
-        if weight is not None:
-            return f"weight {global_name(self.model, weight)}"
-        output = None if math.isfinite(loss) else first_bad_output(self.model, forward)
-        if output is not None:
-            return f"output of {global_name(self.model, output)}"
-        gradient = first_bad_gradient(self.model)
-        return None if gradient is None else f"gradient of {global_name(self.model, gradient)}"
+        searches: dict[str, Callable[[], str | None]] = {"weight": lambda: first_bad_weight(self.chunks)}
+        if not math.isfinite(loss):
+            searches["output of"] = lambda: first_bad_output(self.chunks, forward)
+        searches["gradient of"] = lambda: first_bad_gradient(self.chunks)
+        for what, search in searches.items():
+            for rank, name in enumerate(gather(search(), self.world)):
+                if name is not None:
+                    return rank, f"{what} {name}"
+        return 0, "not found"
 
     def _passes_of(self, step: int) -> Passes:
         """The passes in force, with a line where a phase begins, or where the run goes on within one."""
@@ -316,6 +320,12 @@ class Trainer:
         changed = self.recipe_changed and step == self.folder.step + 1
         return {"precision/recipe": self.config.precision.name} if changed else {}
 
+    def _health(self) -> Metrics:
+        """Quantization health of every linear, wherever it is; of what several ranks hold, the first one's share."""
+        return dict(
+            item for found in reversed(gather(self.runtime.health.metrics(), self.world)) for item in found.items()
+        )
+
     def _hash(self, micro_batches: list[Batch]) -> str:
         """Hash of the global batch, the same in every layout: samples in the order of micro-batch, then rank."""
         mine = [[sample_digest(sample) for sample in batch["tokens"]] for batch in micro_batches]
@@ -325,7 +335,7 @@ class Trainer:
     def _evaluate(self) -> Metrics:
         start = time.perf_counter()
         score = partial(
-            validation_metrics, self.parallel_model, self.datasets, self.config.data, self.runtime, self.world
+            validation_metrics, self.parallel_chunks, self.datasets, self.config.data, self.runtime, self.world
         )
         found: Metrics = score() | (score(bf16=True) if self.config.evaluation.bf16 else {})
         if found:
@@ -335,7 +345,7 @@ class Trainer:
 
     def _save(self) -> bool:
         """A checkpoint of this step; False where the weights are not finite, which are never saved."""
-        bad = gather(first_bad_weight(self.model), self.world)
+        bad = gather(first_bad_weight(self.chunks), self.world)
         if any(bad):
             rank, name = next((rank, name) for rank, name in enumerate(bad) if name)
             self.console.warn(f"step {self.step} is not saved: weight {name} is not finite on rank {rank}")

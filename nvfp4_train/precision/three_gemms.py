@@ -190,11 +190,11 @@ class ThreeGemms:
         decoded = any(spec.source == "decoded" for spec in specs)
         if call.sampled or call.evaluating or decoded or not made_together(x, *specs, shard):
             return None
-        keys = [
+        row_key, column_key = (
             self._key(".".join(names), call) if is_random(spec) else 0
             for names, spec in zip((rows, columns), specs, strict=True)
-        ]
-        first, second = quantize_both(x, *specs, *keys, shard)
+        )
+        first, second = quantize_both(x, *specs, row_key, column_key, shard)
         return Factor(first.values, first.scale, specs[0].format), Factor(second.values, second.scale, specs[1].format)
 
     def _weight(self, weight: Tensor, gemm_name: str, axis: int, call: Call) -> Factor:

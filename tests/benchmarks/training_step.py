@@ -10,7 +10,7 @@ with quiet():
     from models.megatron_cpu import megatron_device
     from nvfp4_train.config import RunConfig
     from nvfp4_train.distributed import World
-    from nvfp4_train.gradients import clip_gradients, gradient_norm
+    from nvfp4_train.gradients import GradientNorm, clip_gradients
     from nvfp4_train.optimizer import build_optimizer, set_learning_rate, wrap_data_parallel
     from nvfp4_train.passes import Batch, run_micro_batches
     from nvfp4_train.precision.phases import Passes
@@ -26,9 +26,10 @@ class TrainingStep:
     def __init__(self, config: RunConfig, world: World, warm_up: int = 2) -> None:
         quantized = build_quantized_model(config, world, say=lambda text: None)
         self.config, self.world = config, world
-        self.model, self.runtime = quantized.model, quantized.runtime
-        self.parallel_model = wrap_data_parallel(self.model, config.parallel)
-        self.optimizer = build_optimizer(config.optimizer, config.parallel, self.parallel_model)
+        self.runtime = quantized.runtime
+        self.chunks = wrap_data_parallel(quantized.chunks, config.parallel)
+        self.optimizer = build_optimizer(config.optimizer, config.parallel, self.chunks)
+        self.gradient_norm = GradientNorm(quantized.chunks)
         self.batches = random_batches(config)
         self.step = 0
         for _ in range(warm_up):
@@ -39,12 +40,13 @@ class TrainingStep:
         self.runtime.sample_health = sample_health
         self.runtime.begin_step(self.step, Passes())
         with megatron_device():
-            self.parallel_model.zero_grad_buffer()
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-        run_micro_batches(self.parallel_model, self.batches, self.runtime, self.world, training=True)
-        norm = gradient_norm(self.model)
+        run_micro_batches(self.chunks, self.batches, self.runtime, self.world, training=True)
+        norm = self.gradient_norm()
         self.runtime.end_step()
-        clip_gradients(self.parallel_model, norm, self.config.optimizer.clip)
+        clip_gradients(self.chunks, norm, self.config.optimizer.clip)
         set_learning_rate(self.optimizer, self.config.optimizer.lr)
         with megatron_device():
             self.optimizer.step()

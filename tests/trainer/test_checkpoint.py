@@ -44,20 +44,20 @@ def world(single_process: None) -> Iterator[World]:
 def state_of(config: RunConfig, seed: int = 1) -> TrainingState:
     """A model without precision and its optimizer, with moments that look used."""
     model = build_model(config.model, PLAIN, sequence_length=64, seed=seed)
-    optimizer = build_optimizer(OptimizerConfig(lr=0.1), config.parallel, wrap_data_parallel(model, config.parallel))
+    optimizer = build_optimizer(OptimizerConfig(lr=0.1), config.parallel, wrap_data_parallel([model], config.parallel))
     for inner in inner_optimizers(optimizer):
         for number, moments in enumerate(inner.state.values()):
             moments["exp_avg"].normal_(generator=torch.Generator().manual_seed(seed + number))
             moments["exp_avg_sq"].uniform_(generator=torch.Generator().manual_seed(seed + number))
             moments["step"].fill_(7.0)
-    return TrainingState(model, optimizer, PrecisionRuntime(1))
+    return TrainingState([model], optimizer, PrecisionRuntime(1))
 
 
 def moments_of(state: TrainingState) -> list[torch.Tensor]:
     return [
         moments[name]
         for inner in inner_optimizers(state.optimizer)
-        for parameter in state.model.parameters()
+        for parameter in state.chunks[0].parameters()
         for moments in [inner.state[parameter]]
         for name in ("exp_avg", "exp_avg_sq", "step")
     ]
@@ -72,21 +72,21 @@ def test_loaded_equals_saved_bitwise_in_fp32_and_nothing_is_initialised_after(
     make: Make, world: World, tmp_path: Path
 ) -> None:
     saved, loaded = state_of(make(), 1), state_of(make(), 2)
-    assert not all(map(torch.equal, saved.model.parameters(), loaded.model.parameters()))
+    assert not all(map(torch.equal, saved.chunks[0].parameters(), loaded.chunks[0].parameters()))
     path = checkpoint.save(tmp_path, saved, HEADER, 0, world).path
     assert checkpoint.load(path, loaded, world).header == HEADER
-    before = dict(saved.model.named_parameters())
-    for name, parameter in loaded.model.named_parameters():
+    before = dict(saved.chunks[0].named_parameters())
+    for name, parameter in loaded.chunks[0].named_parameters():
         assert parameter.dtype == torch.float32, name
         assert torch.equal(parameter, before[name]), name
     for one, other in zip(moments_of(saved), moments_of(loaded), strict=True):
         assert torch.equal(one, other)
     counts = {id(moments["step"]) for inner in inner_optimizers(loaded.optimizer) for moments in inner.state.values()}
-    assert len(counts) == len(list(loaded.model.parameters()))  # one shared counter would advance many times a step
+    assert len(counts) == len(list(loaded.chunks[0].parameters()))  # one shared counter would advance many times a step
 
 
 def test_a_fresh_model_has_its_mamba_parameters_in_range(make: Make, world: World) -> None:
-    named = dict(state_of(make()).model.named_parameters())
+    named = dict(state_of(make()).chunks[0].named_parameters())
     dt = functional.softplus(named["decoder.layers.0.mixer.dt_bias"])
     decay = named["decoder.layers.0.mixer.A_log"].exp()
     assert min(DT_MIN, DT_FLOOR) * (1 - 1e-5) <= dt.min() <= dt.max() <= DT_MAX * (1 + 1e-5)
@@ -124,7 +124,7 @@ def test_rates_and_decays_are_those_of_now(make: Make, world: World, tmp_path: P
     path = checkpoint.save(tmp_path, state_of(make()), HEADER, 0, world).path
     state = state_of(make())
     now = OptimizerConfig(lr=0.5, beta1=0.8, weight_decay=0.3)
-    optimizer = build_optimizer(now, ParallelConfig(), wrap_data_parallel(state.model, ParallelConfig()))
+    optimizer = build_optimizer(now, ParallelConfig(), wrap_data_parallel(state.chunks, ParallelConfig()))
     checkpoint.load(path, replace(state, optimizer=optimizer), world)
     assert sorted(group["weight_decay"] for group in optimizer.param_groups) == [0.0, 0.3]
     assert {(group["lr"], group["betas"]) for group in optimizer.param_groups} == {(0.5, (0.8, 0.95))}
@@ -239,7 +239,7 @@ def test_a_full_disk_names_bytes_and_leaves_the_checkpoint_before(
 ) -> None:
     state = state_of(make())
     checkpoint.save(tmp_path, state, HEADER, 2, world)
-    needed = sum(3 * 4 * parameter.numel() for parameter in state.model.parameters()) + 2**20
+    needed = sum(3 * 4 * parameter.numel() for parameter in state.chunks[0].parameters()) + 2**20
     free = SimpleNamespace(total=10**9, used=10**9, free=12345)
     monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda path: free)
     with pytest.raises(CheckpointError, match=rf"in {tmp_path}: {needed:,} bytes are needed and 12,345 are free"):

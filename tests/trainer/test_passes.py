@@ -12,7 +12,7 @@ from models.hybrid import no_weight_decay
 from models.megatron_cpu import megatron_device
 from nvfp4_train.config import OptimizerConfig, ParallelConfig
 from nvfp4_train.distributed import World, process_groups
-from nvfp4_train.gradients import clip_gradients, first_bad_gradient, first_bad_output, gradient_norm, named_gradients
+from nvfp4_train.gradients import GradientNorm, clip_gradients, first_bad_gradient, first_bad_output, named_parameters
 from nvfp4_train.optimizer import build_optimizer, describe_groups, set_learning_rate, wrap_data_parallel
 from nvfp4_train.passes import Batch, run_micro_batches
 from nvfp4_train.precision.phases import Passes
@@ -35,16 +35,16 @@ class Step:
         self.config = make(precision, *overrides)
         self.world = world
         built = build_quantized_model(self.config, world, lambda line: None)
-        self.model, self.runtime = built.model, built.runtime
-        self.parallel_model = wrap_data_parallel(self.model, ParallelConfig())
+        (self.model,), self.runtime = built.chunks, built.runtime
+        (self.parallel_model,) = wrap_data_parallel([self.model], ParallelConfig())
 
     def __call__(self, batches: list[Batch], step: int = 0) -> tuple[float, dict[str, torch.Tensor]]:
         with megatron_device():
             self.parallel_model.zero_grad_buffer()
         self.runtime.begin_step(step, Passes())
-        loss = run_micro_batches(self.parallel_model, batches, self.runtime, self.world, training=True)
+        loss = run_micro_batches([self.parallel_model], batches, self.runtime, self.world, training=True)
         self.runtime.end_step()
-        return loss.mean, {name: gradient.clone() for name, gradient in named_gradients(self.model)}
+        return loss.mean, {name: p.main_grad.clone() for name, p in named_parameters([self.model])}
 
 
 def batch(seed: int, rows: int = 2, valid: int | None = None) -> Batch:
@@ -128,7 +128,7 @@ def test_quantized_weights_follow_the_weights(make: Make, world: World) -> None:
             step.runtime.weights_changed()
             with step.runtime.evaluating():
                 losses.append(
-                    run_micro_batches(step.parallel_model, [batch(9)], step.runtime, world, training=False).mean
+                    run_micro_batches([step.parallel_model], [batch(9)], step.runtime, world, training=False).mean
                 )
         found.append(losses)
     assert found[0] == found[1]
@@ -139,17 +139,18 @@ def test_the_norm_is_the_euclidean_norm_and_clipping_scales_to_it(make: Make, wo
     step = Step(make, world)
     gradients = step([batch(1)])[1]
     expected = torch.cat([gradient.double().flatten() for gradient in gradients.values()]).norm().item()
-    assert gradient_norm(step.model) == pytest.approx(expected, rel=1e-7)
-    clip_gradients(step.parallel_model, gradient_norm(step.model), 0.0)
-    clip_gradients(step.parallel_model, gradient_norm(step.model), 2 * expected)
-    assert gradient_norm(step.model) == pytest.approx(expected, rel=1e-7)
-    clip_gradients(step.parallel_model, gradient_norm(step.model), 0.25)
-    assert gradient_norm(step.model) == pytest.approx(0.25, rel=1e-6)
-    assert first_bad_gradient(step.model) is None
+    gradient_norm = GradientNorm([step.model])
+    assert gradient_norm() == pytest.approx(expected, rel=1e-7)
+    clip_gradients([step.parallel_model], gradient_norm(), 0.0)
+    clip_gradients([step.parallel_model], gradient_norm(), 2 * expected)
+    assert gradient_norm() == pytest.approx(expected, rel=1e-7)
+    clip_gradients([step.parallel_model], gradient_norm(), 0.25)
+    assert gradient_norm() == pytest.approx(0.25, rel=1e-6)
+    assert first_bad_gradient([step.model]) is None
     for value in (float("nan"), float("inf")):
         step.model.decoder.final_norm.weight.main_grad[0] = value
-        assert gradient_norm(step.model) != pytest.approx(0.25, rel=1e3)
-        assert first_bad_gradient(step.model) == "decoder.final_norm.weight"
+        assert gradient_norm() != pytest.approx(0.25, rel=1e3)
+        assert first_bad_gradient([step.model]) == "decoder.final_norm.weight"
 
 
 def test_the_last_bad_gradient_of_the_model_was_the_first(make: Make, world: World) -> None:
@@ -157,7 +158,7 @@ def test_the_last_bad_gradient_of_the_model_was_the_first(make: Make, world: Wor
     step([batch(1)])
     for block in (0, 1, 2):
         step.model.decoder.layers[block].get_parameter(_norm(block)).main_grad.fill_(float("nan"))
-    assert first_bad_gradient(step.model) == "decoder.layers.2.input_layernorm.weight"
+    assert first_bad_gradient([step.model]) == "decoder.layers.2.input_layernorm.weight"
 
 
 def _norm(block: int) -> str:
@@ -171,13 +172,13 @@ def test_no_output_is_bad_in_a_sound_model(make: Make, world: World) -> None:
         with megatron_device(), step.runtime.evaluating():
             return step.model(batch(1)["tokens"], labels=batch(1)["labels"])
 
-    assert first_bad_output(step.model, forward) is None
+    assert first_bad_output([step.model], forward) is None
 
 
 def test_zero_gradients_move_only_what_decays(make: Make, world: World) -> None:
     step = Step(make, world)
     config = OptimizerConfig(lr=1.0, weight_decay=0.1)
-    optimizer = build_optimizer(config, ParallelConfig(), step.parallel_model)
+    optimizer = build_optimizer(config, ParallelConfig(), [step.parallel_model])
     before = {name: parameter.detach().clone() for name, parameter in step.model.named_parameters()}
     with megatron_device():
         step.parallel_model.zero_grad_buffer()
@@ -193,5 +194,5 @@ def test_zero_gradients_move_only_what_decays(make: Make, world: World) -> None:
     assert {name for name in before if "norm" in name} <= kept
     assert "decoder.layers.0.mixer.in_proj.weight" not in kept
     spared = sum(before[name].numel() for name in kept)
-    line = describe_groups(step.model, 0.1)
+    line = describe_groups([step.model], 0.1)
     assert f"none on {spared:,} (A_log, D, conv1d_bias, conv1d_weight, dt_bias, norm)" in line

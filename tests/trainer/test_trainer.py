@@ -36,11 +36,11 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], name: str, value: f
     """Put `value` into one element of the gradient of `name` at these steps, counted from 1."""
     real = trainer.run_micro_batches
 
-    def poisoned(model: Any, batches: Any, runtime: Any, world: Any, *, training: bool) -> Any:
+    def poisoned(chunks: Any, batches: Any, runtime: Any, world: Any, *, training: bool) -> Any:
         step = runtime.step
-        loss = real(model, batches, runtime, world, training=training)
+        loss = real(chunks, batches, runtime, world, training=training)
         if training and step + 1 in steps:
-            dict(model.module.named_parameters())[name].main_grad.view(-1)[3] = value
+            dict(chunks[0].module.named_parameters())[name].main_grad.view(-1)[3] = value
         return loss
 
     monkeypatch.setattr(trainer, "run_micro_batches", poisoned)
@@ -102,10 +102,10 @@ def test_a_bad_gradient_skips_the_step_and_nothing_else(
 
     def watched(self: Any, batches: Any) -> Metrics:
         moments = [value.clone() for state in self.optimizer.optimizer.state.values() for value in state.values()]
-        before = [p.detach().clone() for p in self.model.parameters()], moments, self.runtime.state_dict()
+        before = [p.detach().clone() for p in self.chunks[0].parameters()], moments, self.runtime.state_dict()
         metrics = real(self, batches)
         moments = [value.clone() for state in self.optimizer.optimizer.state.values() for value in state.values()]
-        after = [p.detach().clone() for p in self.model.parameters()], moments, self.runtime.state_dict()
+        after = [p.detach().clone() for p in self.chunks[0].parameters()], moments, self.runtime.state_dict()
         same = [all(map(torch.equal, one, other)) for one, other in zip(before[:2], after[:2], strict=True)]
         seen.append([*same, all(torch.equal(before[2][name], after[2][name]) for name in before[2])])
         return metrics
@@ -146,7 +146,7 @@ def test_weights_that_are_not_finite_are_never_saved(
         real(self, norm, lr)
         if self.step == 3:
             with torch.no_grad():
-                self.model.decoder.layers[1].mlp.linear_fc2.weight[0, 0] = float("nan")
+                self.chunks[0].decoder.layers[1].mlp.linear_fc2.weight[0, 0] = float("nan")
 
     monkeypatch.setattr(trainer.Trainer, "_update", spoil)
     config = make()
@@ -162,7 +162,7 @@ def test_a_bad_forward_pass_names_the_first_bad_output(
 
     def break_a_norm(self: Any, *args: Any) -> None:
         real(self, *args)
-        norm = self.model.decoder.layers[2].input_layernorm
+        norm = self.chunks[0].decoder.layers[2].input_layernorm
         norm.register_forward_hook(lambda module, inputs, output: output * float("nan"))
 
     monkeypatch.setattr(trainer.Trainer, "__init__", break_a_norm)
@@ -178,7 +178,7 @@ def test_the_map_that_ran_must_be_the_map_that_was_meant(make: Make, monkeypatch
     def other_map(*args: Any) -> Any:
         built = real(*args)
         meant = next(one for one in built.assignments if one.name == "decoder.layers.1.mlp.linear_fc1")
-        named_linears(built.model)[meant.name].gemms = ThreeGemms(replace(meant, fprop=None), built.runtime)
+        named_linears(built.chunks[0])[meant.name].gemms = ThreeGemms(replace(meant, fprop=None), built.runtime)
         return built
 
     monkeypatch.setattr(trainer, "build_quantized_model", other_map)
