@@ -50,17 +50,19 @@ class GradientNorm:
         stages = {number: names for held in _gathered(mine, self._model_ranks) for number, names in held}
         order = {name: place for place, name in enumerate(name for number in sorted(stages) for name in stages[number])}
         self._length = len(order)
-        self._mine = [(order[name], parameter) for chunk in chunks for name, parameter in _counted(chunk).items()]
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        counted = [pair for chunk in chunks for pair in _counted(chunk).items()]
+        self._mine = [p for _, p in counted if first or getattr(p, "tensor_model_parallel", False)]
+        self._device = counted[0][1].device
+        places = [order[name] for name, p in counted if first or getattr(p, "tensor_model_parallel", False)]
+        self._places = torch.tensor(places, dtype=torch.int64, device=self._device)
 
     def __call__(self) -> float:
         """Inf or nan when one gradient is not finite."""
-        device = self._mine[0][1].device
-        squares = torch.zeros(self._length, dtype=torch.float64, device=device)
-        first = parallel_state.get_tensor_model_parallel_rank() == 0
-        here = [(place, p) for place, p in self._mine if first or getattr(p, "tensor_model_parallel", False)]
-        norms = [torch.linalg.vector_norm(self._complete(p), dtype=torch.float64) for _, p in here]
-        if here:
-            squares[torch.tensor([place for place, _ in here], device=device)] = torch.stack(norms).square()
+        squares = torch.zeros(self._length, dtype=torch.float64, device=self._device)
+        if self._mine:
+            norms = torch._foreach_norm([self._complete(p) for p in self._mine], dtype=torch.float64)
+            squares[self._places] = torch.stack(norms).square()
         groups = [self._model_ranks]
         if self._parts is not None:
             groups.append(parallel_state.get_data_parallel_group(with_context_parallel=True))

@@ -104,6 +104,13 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optim
         yield part.optimizer
 
 
+def update(optimizer: MegatronOptimizer) -> None:
+    """One step with the gradients as they are. Megatron's `step` would take their norm a second time."""
+    with megatron_device():
+        optimizer.prepare_grads()
+        optimizer.step_with_ready_grads()
+
+
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
     """One learning rate for all groups."""
     for group in optimizer.param_groups:

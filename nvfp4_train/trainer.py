@@ -35,7 +35,7 @@ from nvfp4_train.exits import ExitCode
 from nvfp4_train.gradients import GradientNorm, clip_gradients, first_bad_gradient, first_bad_output, first_bad_weight
 from nvfp4_train.layout import choose_backend, tokens_per_step
 from nvfp4_train.metrics import Metrics, MetricsFile
-from nvfp4_train.optimizer import build_optimizer, describe_groups, set_learning_rate, wrap_data_parallel
+from nvfp4_train.optimizer import build_optimizer, describe_groups, set_learning_rate, update, wrap_data_parallel
 from nvfp4_train.passes import Batch, run_micro_batches
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.profiling import profiler
@@ -259,8 +259,7 @@ class Trainer:
         """Clip, step, and tell the quantized weights that they are stale."""
         clip_gradients(self.parallel_chunks, norm, self.config.optimizer.clip)
         set_learning_rate(self.optimizer, lr)
-        with megatron_device():
-            self.optimizer.step()
+        update(self.optimizer)
         self.runtime.weights_changed()
         self.skipped = 0
 

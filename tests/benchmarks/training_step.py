@@ -11,7 +11,7 @@ with quiet():
     from nvfp4_train.config import RunConfig
     from nvfp4_train.distributed import World
     from nvfp4_train.gradients import GradientNorm, clip_gradients
-    from nvfp4_train.optimizer import build_optimizer, set_learning_rate, wrap_data_parallel
+    from nvfp4_train.optimizer import build_optimizer, set_learning_rate, update, wrap_data_parallel
     from nvfp4_train.passes import Batch, run_micro_batches
     from nvfp4_train.precision.phases import Passes
     from nvfp4_train.setup import build_quantized_model
@@ -48,8 +48,7 @@ class TrainingStep:
         self.runtime.end_step()
         clip_gradients(self.chunks, norm, self.config.optimizer.clip)
         set_learning_rate(self.optimizer, self.config.optimizer.lr)
-        with megatron_device():
-            self.optimizer.step()
+        update(self.optimizer)
         self.runtime.weights_changed()
         if sample_health:
             assert self.runtime.health.metrics()
