@@ -1,10 +1,9 @@
-"""From a prepared corpus to batches, through Megatron's GPTDataset.
+"""From prepared corpora to batches: which row of which source is which sample of a run.
 
-Documents are joined end to end (each with its end-of-document token) and cut into samples of `sequence_length` tokens,
-whose labels are the same tokens one place on. The order of training samples is a function of (corpus, seed, sequence
-length, number of training samples): keep that number fixed for a whole run, as Megatron's order depends on the epochs
-it makes. Position in it is a count of samples, so a resumed run continues exactly, on any number of ranks. Validation
-samples come in one order for every run of a corpus, once each, the last one padded.
+The order of training samples is a function of seed, sources, packing and phases alone: `data.blending` says which
+source a sample comes from and `data.samples` which row of it that is. Position is a count of samples, so a resumed run
+continues exactly, on any number of ranks and workers. Validation samples come in one order for every run of a corpus,
+once each, a source at a time.
 
 The indices are built in memory: a corpus may be read-only, and nothing is ever written to it.
 """
@@ -13,25 +12,35 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from data.config import DataConfig, DataError
+from data.blending import Blend, Phase
+from data.config import BEST_FIT, DataConfig, DataError, SourceConfig, check_weights
 from data.corpus import TRAIN, VALIDATION, Corpus
 from data.quiet import quiet
+from data.samples import VALIDATION_SEED, Row, Samples, open_samples
 
 if TYPE_CHECKING:
     import torch
 
-VALIDATION_SEED = 1
-PADDING = -1  # no id of any vocabulary, so that an end-of-document token stays a target
-FIELDS = ("tokens", "labels", "loss_mask")
-
 Batch = dict[str, "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source whose corpus is open. `validation_samples`: those an evaluation scores: what was asked for, or all."""
+
+    name: str
+    corpus: Corpus
+    train: Samples
+    validation: Samples
+    validation_samples: int
+    max_epochs: float | None = None
 
 
 @dataclass(frozen=True)
@@ -39,75 +48,145 @@ class Datasets:
     """What a run reads.
 
     Attributes:
-        train, validation: Megatron's datasets; item i is a dict of `tokens`, `labels` (int64) and `loss_mask`
-            (float32), each [sequence_length]. `validation[None]` is a sample without a valid token.
+        sources: in the order of the configuration.
+        blend: which of them gives which sample.
         train_samples: samples of the whole run.
-        validation_samples: samples an evaluation scores: what was asked for, or all there are.
     """
 
-    corpus: Corpus
-    train: Any
-    validation: Any
+    sources: tuple[OpenSource, ...]
+    blend: Blend
     sequence_length: int
+    packing: str
     train_samples: int
-    validation_samples: int
+
+    def __len__(self) -> int:
+        return self.train_samples
+
+    def __getitem__(self, sample: int) -> Row:
+        """A sample of the run, as `Samples.row` says."""
+        source, index = self.blend.locate(sample)
+        return self.sources[source].train.row(index)
 
     @property
-    def epochs(self) -> float:
-        """How many times the run reads the training split."""
-        return self.train_samples * self.sequence_length / self.corpus.train.tokens
+    def shares(self) -> list[float]:
+        """Each source's share of the samples of the whole run."""
+        return [count / self.train_samples for count in self.blend.counts(self.train_samples)]
+
+    def tokens_read(self, samples: int) -> dict[str, int]:
+        """Tokens that each source has given when `samples` samples are read; of a blend alone."""
+        if len(self.sources) == 1:
+            return {}
+        counts = self.blend.counts(samples)
+        return {s.name: count * self.sequence_length for s, count in zip(self.sources, counts, strict=True)}
 
     def describe(self) -> list[str]:
-        """Lines for people: tokens, samples and epochs of the run; repetition, where there is some; validation."""
-        split, held_out = self.corpus.train, self.corpus.validation
+        """Lines for people: what the run reads of each source, repetition where there is some, phases, validation."""
+        lines = []
+        counts = self.blend.counts(self.train_samples)
+        for source, samples, share in zip(self.sources, counts, self.shares, strict=True):
+            lines += self._describe(source, samples, share)
+        for phase in self.blend.phases if len(self.sources) > 1 else ():
+            total = sum(phase.weights)
+            mixed = ", ".join(f"{s.name} {w / total:.2%}" for s, w in zip(self.sources, phase.weights, strict=True))
+            lines.append(f"data: from sample {phase.start:,} on: {mixed}")
+        return lines
+
+    def _describe(self, source: OpenSource, samples: int, share: float) -> list[str]:
+        split, held_out, tokens = source.corpus.train, source.corpus.validation, samples * self.sequence_length
+        several = len(self.sources) > 1
+        prefix = f"data: {source.name}:" if several else "data:"
+        epochs = samples / source.train.per_epoch
+        part = f" ({share:.2%} of the run)" if several else ""
         lines = [
-            f"data: {split.tokens:,} training tokens in {split.documents:,} documents; the run reads "
-            f"{self.train_samples:,} samples of {self.sequence_length} = "
-            f"{self.train_samples * self.sequence_length:,} tokens = {self.epochs:.2f} epochs"
+            f"{prefix} {split.tokens:,} training tokens in {split.documents:,} documents; the run reads "
+            f"{samples:,} samples of {self.sequence_length} = {tokens:,} tokens = {epochs:.2f} epochs{part}"
         ]
-        if self.epochs > 1:
+        if epochs > 1:
             lines.append(
-                f"data: the run is longer than the corpus: each document is read up to {math.ceil(self.epochs)} "
+                f"{prefix} the run is longer than the corpus: each document is read up to {math.ceil(epochs)} "
                 "times, in a new order each time"
             )
+        if self.packing == BEST_FIT:
+            lines.append(f"{prefix} best fit leaves {source.train.waste():.2%} of the places empty")
         lines.append(
-            f"data: {self.validation_samples:,} of {len(self.validation):,} validation samples a time (of "
+            f"{prefix} {source.validation_samples:,} of {source.validation.per_epoch:,} validation samples a time (of "
             f"{held_out.tokens:,} tokens, {held_out.bytes:,} bytes held out)"
         )
         return lines
 
 
 def build_datasets(
-    corpus: Corpus, config: DataConfig, *, seed: int, train_samples: int, validation_samples: int
+    corpora: Sequence[Corpus],
+    config: DataConfig,
+    *,
+    seed: int,
+    train_samples: int,
+    validation_samples: int,
+    phases: Sequence[Phase] = (),
 ) -> Datasets:
-    """Opens both splits of a corpus for a run.
+    """Opens the corpora of a run.
 
     Args:
-        corpus: what `prepare` or `open_corpus` gave.
-        config: `sequence_length` is used.
+        corpora: of `config.blended()`, in that order: what `prepare` or `open_corpus` gave.
+        config: sources, packing and `sequence_length` are used.
         seed: of the order of training samples.
-        train_samples: of the WHOLE run (steps * global batch), the same at every resume.
-        validation_samples: an evaluation should score; capped at what the validation split holds.
+        train_samples: of the whole run (steps * global batch).
+        validation_samples: an evaluation should score of each source; capped at what it holds.
+        phases: changes of the weights after the first sample, in order.
 
     Raises:
-        DataError: the training split is shorter than one sample.
+        DataError: a training split shorter than one sample, weights that make no blend, a source that would be read
+        more often than its `max_epochs`, sources of different tokenizers.
     """
+    sources = config.blended()
+    names = [source.name for source in sources]
+    first = Phase(0, tuple(source.weight for source in sources))
+    check_weights(first.weights, names, "data.sources")
+    for phase in phases:
+        check_weights(phase.weights, names, "data.phases")
+    _check_tokenizers(corpora)
+    opened = tuple(
+        _open(source, corpus, config, seed, validation_samples) for source, corpus in zip(sources, corpora, strict=True)
+    )
+    datasets = Datasets(opened, Blend([first, *phases]), config.sequence_length, config.packing, train_samples)
+    _check_epochs(datasets)
+    return datasets
+
+
+def _open(source: SourceConfig, corpus: Corpus, config: DataConfig, seed: int, validation_samples: int) -> OpenSource:
     length = config.sequence_length
-    if corpus.train.tokens < length + 1:
+    if corpus.train.tokens < length + 1 and config.packing != BEST_FIT:
         raise DataError(
             f"{corpus.path} has {corpus.train.tokens} training tokens, fewer than one sample: "
             f"data.sequence_length={length} and one more for the last label. Use more text, or "
             f"data.sequence_length={corpus.train.tokens - 1} or less."
         )
-    validation = _gpt_dataset(corpus, VALIDATION, length, VALIDATION_SEED, None)
-    return Datasets(
-        corpus=corpus,
-        train=_gpt_dataset(corpus, TRAIN, length, seed, train_samples),
-        validation=validation,
-        sequence_length=length,
-        train_samples=train_samples,
-        validation_samples=min(validation_samples, len(validation)),
-    )
+    train = open_samples(corpus, TRAIN, length, seed, config.packing)
+    validation = open_samples(corpus, VALIDATION, length, VALIDATION_SEED, config.packing)
+    wanted = min(validation_samples, validation.per_epoch)
+    return OpenSource(source.name, corpus, train, validation, wanted, source.max_epochs)
+
+
+def _check_tokenizers(corpora: Sequence[Corpus]) -> None:
+    for corpus in corpora[1:]:
+        if corpus.tokenizer_hash != corpora[0].tokenizer_hash:
+            raise DataError(
+                f"data.sources: {corpora[0].path} was prepared with tokenizer {corpora[0].tokenizer} and {corpus.path} "
+                f"with {corpus.tokenizer}: their ids mean different text. Prepare all with one tokenizer."
+            )
+
+
+def _check_epochs(datasets: Datasets) -> None:
+    """Raises DataError where a source would be read more often than its cap."""
+    for source, samples in zip(datasets.sources, datasets.blend.counts(datasets.train_samples), strict=True):
+        epochs = samples / source.train.per_epoch
+        if source.max_epochs is not None and epochs > source.max_epochs:
+            raise DataError(
+                f"data.sources: {source.name} would be read {epochs:.2f} times, above its max_epochs="
+                f"{source.max_epochs:g} ({samples:,} samples, {source.train.per_epoch:,} an epoch). Lower its weight "
+                f"to about {source.max_epochs / epochs:.3g} of what it is, give it more text, train fewer steps, or "
+                "raise the cap."
+            )
 
 
 def train_batches(
@@ -120,7 +199,8 @@ def train_batches(
     same samples whatever their number.
 
     Yields:
-        `tokens`, `labels` int64 and `loss_mask` float32, each [micro_batch, sequence_length].
+        `tokens`, `labels` int64 and `loss_mask` float32, each [micro_batch, sequence_length], and `documents` int32 of
+        the same shape where packing keeps them apart.
 
     Raises:
         DataError: micro_batch * data_size does not divide global_batch.
@@ -138,22 +218,33 @@ def train_batches(
         data_parallel_rank=data_rank,
         data_parallel_size=data_size,
     )
-    return _load(datasets.train, sampler, config.workers)
+    return _load(datasets, sampler, config.workers)
 
 
 def validation_batches(
-    datasets: Datasets, config: DataConfig, *, data_rank: int = 0, data_size: int = 1
+    source: OpenSource, config: DataConfig, *, data_rank: int = 0, data_size: int = 1
 ) -> Iterator[Batch]:
-    """Micro-batches of one rank over the first `validation_samples` of the validation order; the same number on every
-    rank.
+    """Micro-batches of one rank over the first `validation_samples` of a source's validation order; the same number on
+    every rank.
 
     All are [micro_batch, sequence_length]: the last are filled up with samples whose `loss_mask` is zero, so a
     micro-batch may hold no valid token at all, and losses are to be summed and divided by the sum of the masks.
     """
-    wanted, micro = datasets.validation_samples, config.micro_batch
+    wanted, micro = source.validation_samples, config.micro_batch
     starts = range(data_rank * micro, math.ceil(wanted / (micro * data_size)) * micro * data_size, micro * data_size)
     batches = [[i if i < wanted else None for i in range(start, start + micro)] for start in starts]
-    return _load(datasets.validation, batches, workers=0)
+    return _load(_Validation(source.validation), batches, workers=0)
+
+
+@dataclass(frozen=True)
+class _Validation:
+    """A source's validation rows; None is a row without a valid token, to fill up with."""
+
+    samples: Samples
+
+    def __getitem__(self, index: int | None) -> Row:
+        row = self.samples.row(index or 0)
+        return row if index is not None else row | {"loss_mask": np.zeros_like(row["loss_mask"])}
 
 
 def sample_digest(tokens: torch.Tensor | npt.ArrayLike) -> bytes:
@@ -169,45 +260,6 @@ def combine(digests: Iterable[bytes]) -> str:
 def batch_hash(samples: Iterable[torch.Tensor | npt.ArrayLike]) -> str:
     """Short hash of a step's global batch: the tokens of every sample, in order. The same under any layout."""
     return combine(sample_digest(tokens) for tokens in samples)
-
-
-@dataclass(frozen=True)
-class _Vocabulary:
-    """What GPTDataset asks of a tokenizer."""
-
-    vocab_size: int
-    eod: int
-    unique_identifiers: dict[str, str]
-    pad: int = PADDING
-
-
-def _gpt_dataset(corpus: Corpus, split: str, sequence_length: int, seed: int, num_samples: int | None) -> Any:
-    """One split as Megatron's dataset; `num_samples` None is one epoch."""
-    with quiet():
-        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-        from megatron.core.datasets.utils import Split
-
-        prefix = corpus.prefix(split)
-        config = GPTDatasetConfig(
-            random_seed=seed,
-            sequence_length=sequence_length,
-            blend=([prefix], None),
-            split="1,0,0",  # each split has binaries of its own, so Megatron splits nothing
-            tokenizer=_Vocabulary(corpus.vocab_size, corpus.eod, {"hash": corpus.tokenizer_hash}),
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            create_attention_mask=False,
-            drop_last_partial_validation_sequence=False,
-            path_to_cache="",  # no cache on disk; None would be one inside the corpus
-        )
-        binary = GPTDataset.build_low_level_dataset(prefix, config)
-        documents = np.arange(len(binary), dtype=np.int32)
-        kind = Split.train if split == TRAIN else Split.valid
-        dataset = GPTDataset(binary, prefix, documents, num_samples, kind, config)
-    # Megatron would keep the first sample's loss mask for all that follow, padding included where that sample has some.
-    dataset.masks_and_position_ids_are_cacheable = False
-    return dataset
 
 
 def _check_layout(config: DataConfig, data_size: int) -> None:
@@ -237,7 +289,7 @@ def _load(dataset: Any, batches: Iterable[list[Any]], workers: int) -> Iterator[
     return iter(loader)
 
 
-def _collate(samples: list[dict[str, torch.Tensor]]) -> Batch:
+def _collate(rows: list[Row]) -> Batch:
     import torch
 
-    return {field: torch.stack([sample[field] for sample in samples]) for field in FIELDS}
+    return {field: torch.from_numpy(np.stack([row[field] for row in rows])) for field in rows[0]}

@@ -1,9 +1,12 @@
 """From text to tokens on disk: reads a source once and writes a prepared corpus (`data.corpus`) that every run reuses.
 
 A corpus is built in a hidden folder beside its final place and renamed when it is whole, so a half-prepared one is
-never read; a lock file lets one process build while others wait for the result. The folder's name holds a hash of what
-decides its content (files with sizes and times of change, tokenizer, text field, split): the same source is found
-again by listing its files, a changed one is prepared anew beside the old.
+never read; a lock file lets one process build while others wait for the result. The source is cut into parts
+(`data.parts`) that processes share; parts that are whole when a preparation is killed are not made again. With a shard,
+several commands on any machines share the parts, and whichever ends last puts them together (`data.merging`).
+
+The folder's name holds a hash of what decides its content (files with sizes and times of change, tokenizer, text field,
+split): the same source is found again by listing its files, a changed one is prepared anew beside the old.
 """
 
 from __future__ import annotations
@@ -11,67 +14,88 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import multiprocessing
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data.config import DataConfig, DataError
-from data.corpus import (
-    FORMAT_VERSION,
-    TRAIN,
-    VALIDATION,
-    Corpus,
-    FileInfo,
-    Skipped,
-    SourceInfo,
-    is_prepared,
-    open_corpus,
-    write_manifest,
-)
+from data.corpus import FORMAT_VERSION, Corpus, is_prepared, open_corpus, write_manifest
 from data.durable import flush
-from data.readers import BadDocument, read_documents
+from data.merging import merge
+from data.parts import Part, PartInfo, build_part, check_bad, cut_parts
+from data.progress import Progress
 from data.sources import Source, find_source
-from data.splitting import Splitter
-from data.tokenizers import BYTE, Tokenizer, load_tokenizer, tokenizer_hash, tokenizer_path
-from data.writing import SplitWriter, id_dtype
-
-BATCH_CHARACTERS = 1 << 21
-BATCH_DOCUMENTS = 1024
+from data.tokenizers import BYTE, copy_name, load_tokenizer, tokenizer_hash, tokenizer_path
 
 Say = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Shard:
+    """`number` of `count` commands that prepare one source together; counted from 1."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Reads `2/8`. Raises DataError for anything else."""
+        found = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise DataError(f"shard={text}: wanted i/n with i from 1 to n, as in shard=2/8.")
+        return cls(int(found[1]), int(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
 def prepare(config: DataConfig, *, say: Say = print) -> Corpus:
-    """The corpus that `config` describes: opened if it is there, else prepared under `config.prepared`.
+    """The corpus of one source: opened if it is there, else prepared under `config.prepared`.
 
     Args:
-        config: `path`, `prepared`, `text_field`, `tokenizer`, `max_bad_documents` and `validation_share` are used.
+        config: of one source (`DataConfig.of_source`); what concerns batches is not used.
         say: gets one line an event (what is reused, waited for, skipped, written).
 
     Raises:
         DataError: anything that is wrong with the source, the tokenizer or a prepared folder.
     """
+    corpus = _prepare(config, say, None)
+    assert corpus is not None, "one command alone prepares all"
+    return corpus
+
+
+def prepare_shard(config: DataConfig, shard: Shard, *, say: Say = print) -> Corpus | None:
+    """This shard's parts of a source, and the corpus if they were the last; None while others are still at work."""
+    return _prepare(config, say, shard)
+
+
+def _prepare(config: DataConfig, say: Say, shard: Shard | None) -> Corpus | None:
+    assert config.path is not None, "one source: see DataConfig.of_source"
     given = Path(config.path).expanduser().absolute()
     if is_prepared(given):
         return _open_given(given, config, say)
     source = find_source(config.path)
-    prepared = Path(config.prepared).expanduser().absolute()
-    folder = prepared / _folder_name(source, config)
+    folder = Path(config.prepared).expanduser().absolute() / _folder_name(source, config)
     if folder.exists():
         return _reuse(folder, config, say)
-    with _only_builder(folder, say):
-        if folder.exists():
-            return _reuse(folder, config, say)
-        return _build(source, config, folder, say)
+    work = _Work(source, config, folder, say)
+    if shard is not None:
+        return work.of_shard(shard)
+    with _locked(folder.with_name(f".{folder.name}.lock"), say, folder.name):
+        return _reuse(folder, config, say) if folder.exists() else work.alone()
 
 
 def _open_given(folder: Path, config: DataConfig, say: Say) -> Corpus:
     corpus = open_corpus(folder)
     if tokenizer_hash(config.tokenizer) != corpus.tokenizer_hash:
-        own = BYTE if corpus.tokenizer == BYTE else folder / "tokenizer.json"
+        own = BYTE if corpus.tokenizer == BYTE else folder / copy_name(corpus.tokenizer)
         raise DataError(
             f"data.path: {folder} was prepared with tokenizer {corpus.tokenizer} (hash {corpus.tokenizer_hash[:12]}), "
             f"but data.tokenizer is {config.tokenizer}, which makes other ids. Set data.tokenizer={own}, or give the "
@@ -83,7 +107,7 @@ def _open_given(folder: Path, config: DataConfig, say: Say) -> Corpus:
 
 def _reuse(folder: Path, config: DataConfig, say: Say) -> Corpus:
     corpus = open_corpus(folder)
-    _check_bad(corpus.bad, config.max_bad_documents)
+    check_bad(corpus.bad, config.max_bad_documents)
     say(f"data: reusing {corpus.describe()}; {folder}")
     return corpus
 
@@ -101,170 +125,174 @@ def _folder_name(source: Source, config: DataConfig) -> str:
 
 
 @contextmanager
-def _only_builder(folder: Path, say: Say) -> Iterator[None]:
-    """Holds the lock of `folder`; the kernel lets go of it when the process ends, however it ends."""
-    lock = folder.with_name(f".{folder.name}.lock")
+def _locked(lock: Path, say: Say, what: str) -> Iterator[None]:
+    """Holds a lock file; the kernel lets go of it when the process ends, however it ends."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.parent.mkdir(parents=True, exist_ok=True)
         stream = lock.open("w")
     except OSError as error:
         raise DataError(
-            f"data.prepared: can't write in {folder.parent}: {error.strerror}. Set data.prepared to a folder that can "
+            f"data.prepared: can't write in {lock.parent}: {error.strerror}. Set data.prepared to a folder that can "
             "be written."
         ) from error
     with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"data: another process is preparing {folder.name}; waiting for it")
+            say(f"data: another process is preparing {what}; waiting for it")
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 
-def _build(source: Source, config: DataConfig, folder: Path, say: Say) -> Corpus:
-    """Builds beside `folder` and renames; the caller holds its lock, so what an earlier builder left there is dead."""
-    tokenizer = load_tokenizer(config.tokenizer)
-    building = folder.with_name(f".{folder.name}.building")
-    files = "1 file" if len(source.files) == 1 else f"{len(source.files):,} files"
-    say(f"data: preparing {source.name} ({files}, {source.size / 1e6:.1f} MB) in {folder}")
-    try:
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir()
-        corpus = _write(source, config, tokenizer, folder, building, say)
-        write_manifest(corpus, building)
+class _Work:
+    """One source on its way to `folder`."""
+
+    def __init__(self, source: Source, config: DataConfig, folder: Path, say: Say) -> None:
+        self._source, self._config, self._folder, self._say = source, config, folder, say
+        self._building = folder.with_name(f".{folder.name}.building")
+        self._parts = cut_parts(source, self._building)
+
+    def alone(self) -> Corpus:
+        """All parts, then the corpus; the caller holds the lock. Parts that are whole stay if something goes wrong."""
+        with self._refusals():
+            self._build(self._parts)
+            try:
+                return self._finish()
+            except DataError:  # of the source as a whole: no part can mend it
+                shutil.rmtree(self._building, ignore_errors=True)
+                raise
+
+    def of_shard(self, shard: Shard) -> Corpus | None:
+        """This shard's parts, then the corpus where all others are there."""
+        say, folder = self._say, self._folder
+        name = f".{folder.name}.shard-{shard.number}-of-{shard.count}.lock"
+        with self._refusals(), _locked(folder.with_name(name), say, f"shard {shard} of {folder.name}"):
+            self._build(self._parts[shard.number - 1 :: shard.count])
+        with self._refusals(), _locked(folder.with_name(f".{folder.name}.lock"), say, folder.name):
+            if folder.exists():
+                return _reuse(folder, self._config, say)
+            missing = sum(not part.is_whole() for part in self._parts)
+            if missing:
+                say(
+                    f"data: shard {shard} is done; {missing} of {len(self._parts)} parts are still to come, and the "
+                    "shard that ends last puts them together"
+                )
+                return None
+            return self._finish()
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """What the file system refuses, in words; a folder in which nothing is whole goes away with any error."""
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"data.prepared: can't write {self._building}: {error.strerror or error}. Free space there (about "
+                f"{4 * self._source.size / 1e6:.0f} MB for bytes as tokens, half of it for the time being) or set "
+                "data.prepared to another folder."
+            ) from error
+        finally:
+            if not any(part.is_whole() for part in self._parts):
+                shutil.rmtree(self._building, ignore_errors=True)
+
+    def _build(self, parts: Sequence[Part]) -> None:
+        """Makes those parts that are not there yet, in as many processes as there is work for."""
+        source, config, say = self._source, self._config, self._say
+        load_tokenizer(config.tokenizer)  # a mistake there is found before any process is started
+        missing = [part for part in parts if not part.is_whole()]
+        files = "1 file" if len(source.files) == 1 else f"{len(source.files):,} files"
+        size = f"{files}, {source.size / 1e6:.1f} MB" if source.files else "from the hub"
+        again = f"; {len(parts) - len(missing)} of {len(parts)} parts are there already" if missing != parts else ""
+        say(f"data: preparing {source.name} ({size}) in {self._folder}{again}")
+        self._building.mkdir(parents=True, exist_ok=True)
+        progress = Progress(sum(part.size for part in missing), say)
+        processes = min(len(missing), config.processes or len(os.sched_getaffinity(0)))
+        build = _build_here if processes < 2 else _build_in_processes
+        for info in build(source, missing, config, progress, processes):
+            for one in info.bad:
+                say(f"data: skipped {one.origin}: {one.reason}")
+
+    def _finish(self) -> Corpus:
+        """The corpus from its parts, in its place."""
+        config, whole = self._config, self._building / "corpus"
+        shutil.rmtree(whole, ignore_errors=True)
+        whole.mkdir()
+        tokenizer = load_tokenizer(config.tokenizer)
+        corpus = merge(self._source, self._parts, config, tokenizer, self._folder, whole)
+        for candidate in whole.glob(".candidate-*"):
+            candidate.unlink()
+        write_manifest(corpus, whole)
         if tokenizer.name != BYTE:
-            shutil.copyfile(tokenizer_path(config.tokenizer), building / "tokenizer.json")
-        for path in (*building.iterdir(), building):
+            shutil.copyfile(tokenizer_path(config.tokenizer), whole / copy_name(tokenizer.name))
+        for path in (*whole.iterdir(), whole):
             flush(path)
-        building.rename(folder)
-        flush(folder.parent)
-    except OSError as error:
-        raise DataError(
-            f"data.prepared: can't write {building}: {error.strerror or error}. Free space there (about "
-            f"{2 * source.size / 1e6:.0f} MB for bytes as tokens) or set data.prepared to another folder."
-        ) from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    _report(corpus, say)
-    return corpus
+        whole.rename(self._folder)
+        flush(self._folder.parent)
+        shutil.rmtree(self._building, ignore_errors=True)
+        _report(corpus, self._say)
+        return corpus
 
 
-def _write(source: Source, config: DataConfig, tokenizer: Tokenizer, folder: Path, building: Path, say: Say) -> Corpus:
-    """Reads, tokenizes, splits and writes every document; gives the corpus as it will stand in `folder`."""
-    files = tuple(FileInfo(file.name, file.size, file.sha256()) for file in source.files)
-    documents = _Documents(source, config, say)
-    dtype = id_dtype(tokenizer.vocab_size)
-    writers = {s: SplitWriter(building / s, dtype, tokenizer.vocab_size, tokenizer.eod) for s in (TRAIN, VALIDATION)}
-    splitter = Splitter(config.validation_share)
-    for batch in _batched(documents):
-        for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-            if ids.size == 0:  # the tokenizer's normalizer may leave nothing of a text
-                documents.empty += 1
-                continue
-            for placed in splitter.add(text, ids):
-                writers[placed.split].add(placed.ids, placed.num_bytes)
-    for placed in splitter.rest():
-        writers[placed.split].add(placed.ids, placed.num_bytes)
-    documents.check_enough(writers[TRAIN].documents, writers[VALIDATION].documents)
-    source.check_unchanged()
-    train, validation = writers[TRAIN].finish(), writers[VALIDATION].finish()
-    vocabulary = [tokenizer.hash, tokenizer.vocab_size, tokenizer.eod, dtype.__name__]
-    return Corpus(
-        path=folder,
-        name=folder.name,
-        hash=_hash_json([train.sha256, validation.sha256, *vocabulary]),
-        source=SourceInfo(
-            kind=source.kind,
-            path=str(source.root),
-            text_field=config.text_field,
-            hash=_hash_json([[file.name, file.sha256] for file in files]),
-            files=files,
-            ignored_files=source.ignored,
-        ),
-        tokenizer=tokenizer.name,
-        tokenizer_hash=tokenizer.hash,
-        vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod,
-        dtype=dtype.__name__,
-        largest_id=max(writer.largest_id() for writer in writers.values()),
-        unigram_entropy=writers[TRAIN].unigram_entropy(),
-        validation_share=config.validation_share,
-        train=train,
-        validation=validation,
-        empty=documents.empty,
-        bad=tuple(documents.bad),
-    )
+def _build_here(
+    source: Source, parts: Sequence[Part], config: DataConfig, progress: Progress, processes: int
+) -> Iterator[PartInfo]:
+    """One part after another in this process; the tokenizer's own threads have the other cores."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress.show(done)
+
+    for part in parts:
+        yield build_part(source, part, config, advance)
 
 
-@dataclass
-class _Documents:
-    """The documents of a source that can be used; counts the others and stops at one bad document too many."""
+def _build_in_processes(
+    source: Source, parts: Sequence[Part], config: DataConfig, progress: Progress, processes: int
+) -> Iterator[PartInfo]:
+    """Parts in order of size over a pool, the largest first; their results in the order of the source.
 
-    source: Source
-    config: DataConfig
-    say: Say
-    empty: int = 0
-    bad: list[Skipped] = field(default_factory=list)
-
-    def __iter__(self) -> Iterator[str]:
-        for document in read_documents(self.source, self.config.text_field):
-            if isinstance(document, BadDocument):
-                self._skip(document)
-            elif not document.text or document.text.isspace():
-                self.empty += 1
-            else:
-                yield document.text
-
-    def _skip(self, document: BadDocument) -> None:
-        self.bad.append(Skipped(document.origin, document.reason))
-        _check_bad(self.bad, self.config.max_bad_documents)
-        self.say(f"data: skipped {document.origin}: {document.reason}")
-
-    def check_enough(self, train: int, validation: int) -> None:
-        """Raises DataError unless both splits have a document."""
-        if train + validation == 0:
-            raise DataError(
-                f"data.path: {self.source.root} has no text: {self.empty} empty or white-space documents, "
-                f"{len(self.bad)} unreadable ones. There is nothing to train on."
-            )
-        if train == 0 or validation == 0:
-            raise DataError(
-                f"data.path: {self.source.root} has {train + validation} usable document(s), of which {train} fall to "
-                f"training and {validation} to validation; each needs one. Give more documents, or change "
-                f"data.validation_share (now {self.config.validation_share})."
-            )
+    Raises what the first part that failed raised, when those that were at work have ended.
+    """
+    context = multiprocessing.get_context("spawn")  # a fork would inherit the threads of torch and of the tokenizer
+    done = context.Value("q", 0)
+    with ProcessPoolExecutor(processes, context, _start_process, (done,)) as pool:
+        by_size = sorted(parts, key=lambda part: -part.size)
+        futures = {part: pool.submit(_build_in_process, source, part, config) for part in by_size}
+        running = set(futures.values())
+        try:
+            while running:
+                ended, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+                progress.show(done.value)
+                for future in ended:
+                    future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+        for part in parts:
+            yield futures[part].result()
 
 
-def _check_bad(bad: list[Skipped] | tuple[Skipped, ...], limit: int) -> None:
-    if len(bad) > limit:
-        one = bad[limit]
-        raise DataError(
-            f"{one.origin}: {one.reason}. That is unreadable document {limit + 1}, and data.max_bad_documents is "
-            f"{limit}: mend it, or set data.max_bad_documents={limit + 1} or more to skip such documents."
-        )
+_done: Any = None  # of a process of the pool: bytes of text, over all of them
 
 
-def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Batches of bounded size, for the tokenizer."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _start_process(done: Any) -> None:
+    global _done
+    _done = done
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores
+
+
+def _build_in_process(source: Source, part: Part, config: DataConfig) -> PartInfo:
+    def advance(count: int) -> None:
+        with _done.get_lock():
+            _done.value += count
+
+    return build_part(source, part, config, advance)
 
 
 def _report(corpus: Corpus, say: Say) -> None:
-    """What was written, and that no token was lost: the writers counted both sides and checked the files."""
+    """What was written, and that no token was lost: both sides are counted, and the files checked."""
     splits = (corpus.train, corpus.validation)
     tokens, documents = (sum(getattr(split, what) for split in splits) for what in ("tokens", "documents"))
     say(f"data: {tokens:,} tokens written = {tokens - documents:,} of text + {documents:,} ends of documents")
     say(f"data: prepared {corpus.describe()}")
-
-
-def _hash_json(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

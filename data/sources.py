@@ -1,8 +1,8 @@
 """What text there is: the files of a source, found and listed once, before any of them is read.
 
-A source is of one kind (`builtin`, `text`, `jsonl`, `parquet`), so one reader (`data.readers`) reads all of its files.
-The list of files with their sizes and times of change is the source's identity: the fast check by which a prepared
-corpus is reused.
+A source is of one kind (`builtin`, `text`, `jsonl`, `parquet`, `indexed`, `hub`), so one reader (`data.readers`) reads
+all of its files. The list of files with their sizes and times of change is the source's identity: the fast check by
+which a prepared corpus is reused.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from data.config import DataError
+from data.config import BUILTIN, DataError
+from data.hub import is_hub, parse_hub
 
-BUILTIN = "builtin"
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet",),
-    "jsonl": (".jsonl", ".ndjson"),
+    "jsonl": tuple(name + end for name in (".jsonl", ".ndjson") for end in ("", ".gz", ".zst")),
+    "indexed": (".bin",),
     "text": (".txt", ".text", ".md", ".rst", ".py"),
 }
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4", ".7z", ".tar", ".tgz")
@@ -51,13 +52,19 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one kind, in the order in which they are read (by name); `ignored` counts other files beside them."""
+    """Files of one kind, in the order in which they are read (by name).
+
+    Attributes:
+        ignored: how many other files are beside them.
+        version: of a data set of the hub, which has no files here: what changes when its content does.
+    """
 
     kind: str
     name: str
     root: Path
     files: tuple[SourceFile, ...]
     ignored: int = 0
+    version: str = ""
 
     @property
     def size(self) -> int:
@@ -68,16 +75,16 @@ class Source:
     def identity(self) -> str:
         """Hash of where the source is and of its files' names, sizes and times of change: cheap, no content is read."""
         listing = [[file.name, file.size, file.mtime_ns] for file in self.files]
-        return hashlib.sha256(json.dumps([self.kind, str(self.root), listing]).encode()).hexdigest()
+        described = [self.kind, str(self.root), listing, *([self.version] if self.version else [])]
+        return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
-    def check_unchanged(self) -> None:
-        """Raises DataError if a file is no longer what it was when the source was listed."""
-        for file in self.files:
-            now = _stat(file.path)
-            if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
-                raise DataError(
-                    f"{file.path} was changed while it was being read. Prepare it once nothing writes to it."
-                )
+
+def check_unchanged(files: Iterable[SourceFile]) -> None:
+    """Raises DataError if a file is no longer what it was when its source was listed."""
+    for file in files:
+        now = _stat(file.path)
+        if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
+            raise DataError(f"{file.path} was changed while it was being read. Prepare it once nothing writes to it.")
 
 
 def find_source(path: str) -> Source:
@@ -88,7 +95,10 @@ def find_source(path: str) -> Source:
     """
     if path == BUILTIN:
         return _builtin()
-    root = Path(path).expanduser().absolute()
+    if is_hub(path):
+        dataset = parse_hub(path)
+        return Source("hub", dataset.name.replace("/", "_"), Path(path), (), version=dataset.version())
+    root = _indexed(Path(path).expanduser().absolute())
     mode = _stat(root).st_mode
     if stat.S_ISDIR(mode):
         source = _folder(root)
@@ -102,6 +112,13 @@ def find_source(path: str) -> Source:
         what = f"all {len(source.files)} files in {root} are" if stat.S_ISDIR(mode) else f"{root} is"
         raise DataError(f"data.path: {what} empty (0 bytes). There is nothing to train on.")
     return source
+
+
+def _indexed(path: Path) -> Path:
+    """The .bin file where a path is that of its .idx, or of both without their ends, as Megatron writes it."""
+    if path.suffix == ".idx" and path.is_file():
+        return path.with_suffix(".bin")
+    return path.with_name(f"{path.name}.bin") if not path.exists() and Path(f"{path}.idx").is_file() else path
 
 
 def _builtin() -> Source:
@@ -119,7 +136,8 @@ def _builtin() -> Source:
 def _folder(root: Path) -> Source:
     """Every usable file under `root`, hidden ones left out."""
     paths = _walk(root)
-    kinds = {kind: [p for p in paths if p.suffix.lower() in suffixes] for kind, suffixes in SUFFIXES.items()}
+    kinds = {kind: [p for p in paths if p.name.lower().endswith(ends)] for kind, ends in SUFFIXES.items()}
+    kinds["indexed"] = [path for path in kinds["indexed"] if path.with_suffix(".idx").is_file()]
     if kinds["parquet"] and kinds["jsonl"]:
         raise DataError(
             f"data.path: {root} holds {len(kinds['parquet'])} Parquet and {len(kinds['jsonl'])} JSON lines files. A "
@@ -141,23 +159,27 @@ def _refuse_folder(root: Path, paths: list[Path]) -> NoReturn:
 
 def _way_out(suffixes: Iterable[str]) -> str:
     if any(suffix in COMPRESSED for suffix in suffixes):
-        return "Compressed files are not read: decompress them first."
+        return "Of compressed files .jsonl.gz and .jsonl.zst are read: decompress others first."
     return "Give a text file (any name), .jsonl or .parquet, a folder of these, or `builtin`."
 
 
 def _kind_of_file(path: Path) -> str:
     """Any name that is not a known other format is text."""
     suffix = path.suffix.lower()
-    if suffix in COMPRESSED:
+    kind = next((kind for kind, ends in SUFFIXES.items() if path.name.lower().endswith(ends)), "text")
+    if suffix in COMPRESSED and kind == "text":
         raise DataError(
-            f"data.path: {path} is compressed. Decompress it first; .jsonl, .parquet and text are read as they are."
+            f"data.path: {path} is compressed. Decompress it first, or if it holds JSON lines, name it .jsonl{suffix}; "
+            ".jsonl.gz, .jsonl.zst, .jsonl, .parquet and text are read as they are."
         )
+    if kind == "indexed" and not path.with_suffix(".idx").is_file():
+        raise DataError(f"data.path: {path} has no .idx file beside it. Megatron's indexed binaries are two files.")
     if suffix == ".json":
         raise DataError(
             f"data.path: {path} ends in .json. What is read is JSON lines, one object a line: convert it (for an "
             f"array, `jq -c '.[]' {path.name} > {path.stem}.jsonl`) or rename it to .jsonl if it already is that."
         )
-    return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), "text")
+    return kind
 
 
 def _walk(root: Path, leave_out: Collection[str] = ()) -> list[Path]:

@@ -2,7 +2,7 @@
 
 The same text falls to the same side in every run, whatever the tokenizer and whatever stands beside it, and a document
 that occurs twice is never on both sides. A small corpus may have no document under the share; then the one of the
-smallest hash is held out.
+smallest hash is held out: each part of a corpus keeps its own back, and they are compared when all are done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class Placed(NamedTuple):
     num_bytes: int
 
 
-class _Candidate(NamedTuple):
+class Candidate(NamedTuple):
+    """A document that is held out if no other is: the one of the smallest position so far."""
+
     position: float
     ids: Ids
     num_bytes: int
@@ -34,12 +36,12 @@ class Splitter:
     def __init__(self, validation_share: float) -> None:
         self._share = validation_share
         self._has_validation = False
-        self._candidate: _Candidate | None = None
+        self._candidate: Candidate | None = None
 
     def add(self, text: str, ids: Ids) -> list[Placed]:
         """Where this document goes, and one kept back before if that is now decided; empty if this one is kept back."""
         content = text.encode("utf-8")
-        new = _Candidate(position(content), ids, len(content))
+        new = Candidate(position(content), ids, len(content))
         if new.position < self._share:
             self._has_validation = True
             return [*self._release(TRAIN), Placed(VALIDATION, new.ids, new.num_bytes)]
@@ -51,9 +53,9 @@ class Splitter:
         self._candidate = new
         return released
 
-    def rest(self) -> list[Placed]:
-        """To be called after the last document: the one kept back, if any, is held out."""
-        return self._release(VALIDATION)
+    def rest(self) -> Candidate | None:
+        """To be called after the last document: the one kept back, if any."""
+        return self._candidate
 
     def _release(self, split: str) -> list[Placed]:
         candidate, self._candidate = self._candidate, None

@@ -1,4 +1,4 @@
-"""From text to ids: bytes, or any file of the `tokenizers` library.
+"""From text to ids: bytes, any file of the `tokenizers` library or of SentencePiece, or the tokenizer of a hub's model.
 
 A tokenizer here turns whole documents into ids and adds nothing: no begin, no padding, no truncation, whatever the
 file sets. The end-of-document token `eod` is put after each document by whoever prepares, and text can't forge it:
@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from data.config import DataError
+from data.hub import download_tokenizer, is_hub
 
 BYTE = "byte"
+SENTENCEPIECE = ".model"
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|endofdocument|>", "<|eos|>", "</s>", "<eos>", "[EOS]")
 
 Ids = npt.NDArray[np.integer[Any]]
@@ -111,13 +113,51 @@ class FileTokenizer:
         )
 
 
+class SentencePieceTokenizer:
+    """A .model file of SentencePiece; `eod` is its end-of-sentence id. Its control symbols can't be made from text."""
+
+    def __init__(self, path: Path) -> None:
+        import sentencepiece
+
+        self.name = str(path)
+        content = _read(path)
+        self.hash = hashlib.sha256(content).hexdigest()
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(content)
+        except RuntimeError as error:
+            raise DataError(
+                f"data.tokenizer: {path} is not a file of SentencePiece ({error}). Give its .model file, a "
+                "tokenizer.json, or `byte`."
+            ) from error
+        self.vocab_size = int(self._processor.vocab_size())
+        self.eod = int(self._processor.eos_id())
+        if self.eod < 0:
+            raise DataError(
+                f"data.tokenizer: {path} has no end-of-sentence id, which would end a document. Train it with "
+                "--eos_id=1 or another id."
+            )
+
+    def encode(self, text: str) -> Ids:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.array(ids, dtype=np.int32) for ids in self._processor.encode(list(texts), out_type=int)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._processor.decode([int(i) for i in ids if not self._processor.IsControl(int(i))]))
+
+
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names.
 
     Raises:
-        DataError: the file is not there, is none of the `tokenizers` library, or has no token that ends a document.
+        DataError: the file is not there or can't be fetched, is no tokenizer's, or has no token that ends a document.
     """
-    return ByteTokenizer() if name == BYTE else FileTokenizer(tokenizer_path(name))
+    if name == BYTE:
+        return ByteTokenizer()
+    path = tokenizer_path(name)
+    return SentencePieceTokenizer(path) if path.suffix == SENTENCEPIECE else FileTokenizer(path)
 
 
 def tokenizer_hash(name: str) -> str:
@@ -127,16 +167,23 @@ def tokenizer_hash(name: str) -> str:
 
 def tokenizer_path(name: str) -> Path:
     """The file that `data.tokenizer` names, if it is there."""
+    if is_hub(name):
+        return download_tokenizer(name)
     path = Path(name).expanduser().absolute()
     if path.is_dir() and (path / "tokenizer.json").is_file():
         raise DataError(f"data.tokenizer: {path} is a folder; write {path / 'tokenizer.json'}.")
     if not path.is_file():
         raise DataError(
-            f"data.tokenizer: there is no file {path}. Nothing is downloaded: copy the tokenizer.json of the model "
-            "you want there (each model repository of the Hugging Face hub holds one), or use `byte`, which needs no "
-            "file."
+            f"data.tokenizer: there is no file {path}. Copy the tokenizer.json of the model you want there (each model "
+            "repository of the Hugging Face hub holds one), write hub:NAME to fetch it, train one (`prepare "
+            "tokenizer.train=FILE`), or use `byte`, which needs no file."
         )
     return path
+
+
+def copy_name(name: str) -> str:
+    """The name of a tokenizer's file in a prepared corpus."""
+    return f"tokenizer{SENTENCEPIECE if name.endswith(SENTENCEPIECE) else '.json'}"
 
 
 def _read(path: Path) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from data.config import PACKINGS
 from nvfp4_train.config import ConfigError, RunConfig
 from nvfp4_train.schema import did_you_mean, shown
 
@@ -21,6 +22,9 @@ AT_LEAST: dict[str, int] = {
     "data.micro_batch": 1,
     "data.workers": 0,
     "data.max_bad_documents": 0,
+    "data.processes": 0,
+    "tokenizer.vocab_size": 1,
+    "tokenizer.megabytes": 1,
     "optimizer.clip": 0,
     "optimizer.weight_decay": 0,
     "optimizer.max_skipped": 1,
@@ -42,6 +46,7 @@ ABOVE_ZERO = ("optimizer.lr", "optimizer.eps")
 BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "data.validation_share")
 AT_MOST_ONE = ("schedule.min_lr_ratio",)
 CHOICES: dict[str, tuple[str, ...]] = {
+    "data.packing": PACKINGS,
     "schedule.decay_style": ("linear", "cosine", "exponential", "minus_sqrt"),
     "logging.wandb": ("auto", "online", "offline", "disabled"),
     "precision.backend": ("auto", "emulated", "native"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,15 @@ from nvfp4_train.schema import did_you_mean, from_mapping, key_types
 # Keys that YAML files share among themselves and that are no part of a run: recipes refer to them.
 AUTHORING_KEYS = ("four_bit_blocks",)
 
-# Keys that hold a path, with the words that are no path.
+# Keys that hold a path, with the words that are no path; `*` stands for anything.
 PATH_KEYS: dict[str, tuple[str, ...]] = {
     "run_dir": (),
     "resume": ("auto", "never"),
     "baseline": (),
-    "data.path": ("builtin",),
+    "data.path": ("builtin", "hub:*"),
     "data.prepared": (),
-    "data.tokenizer": ("byte",),
+    "data.tokenizer": ("byte", "hub:*"),
+    "tokenizer.train": (),
 }
 
 
@@ -111,15 +113,22 @@ def _short(error: Exception) -> str:
 
 def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
     """The configuration with every path absolute: `~` expanded, relative ones starting from `base`."""
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for key, words in PATH_KEYS.items():
-        value = value_at(config, key)
-        if value is None or value in words:
-            continue
-        if not str(value).strip():
-            raise ConfigError(f"{key}: wanted a path, got an empty text. Leave the key out for its default.")
-        found[key] = os.path.abspath(base / Path(value).expanduser())
-    return replaced(config, found)
+        found[key] = _absolute(value_at(config, key), words, base, key)
+    sources = tuple(
+        dataclasses.replace(source, path=_absolute(source.path, PATH_KEYS["data.path"], base, "data.sources") or "")
+        for source in config.data.sources
+    )
+    return replaced(config, found | {"data.sources": sources})
+
+
+def _absolute(value: str | None, words: Sequence[str], base: Path, key: str) -> str | None:
+    if value is None or any(fnmatch(value, word) for word in words):
+        return value
+    if not value.strip():
+        raise ConfigError(f"{key}: wanted a path, got an empty text. Leave the key out for its default.")
+    return os.path.abspath(base / Path(value).expanduser())
 
 
 def replaced(config: Any, values: Mapping[str, Any]) -> Any:

@@ -6,9 +6,9 @@ have is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from data.config import DataConfig
+from data.config import DataConfig, TokenizerTraining
 from models.config import ModelConfig
 from nvfp4_train.precision.config import PrecisionConfig
 
@@ -139,6 +139,8 @@ class RunConfig:
         resume: auto (continue what run_dir holds), never, or the path of a run folder or checkpoint to branch from.
         stop_after: leave after this step as an interruption would.
         baseline: run folder to log the live gap against.
+        tokenizer: one that `prepare` trains; training a model has no use for it.
+        shard: `2/8` is the second of eight `prepare` commands that share the work, on any machines.
     """
 
     model: ModelConfig
@@ -158,3 +160,5 @@ class RunConfig:
     resume: str = "auto"
     stop_after: int | None = None
     baseline: str | None = None
+    tokenizer: TokenizerTraining = field(default_factory=TokenizerTraining)
+    shard: str | None = None

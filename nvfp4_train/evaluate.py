@@ -104,7 +104,11 @@ def score(config: RunConfig, path: Path, say: Say) -> dict[str, Any]:
             say(f"delayed scaling: {len(loaded.new_histories)} tensors have no amax history here and are scaled by 1")
         quantized.runtime.passes = quantized.passes.at(max(1, loaded.header.step))
         found = validation_metrics(quantized.chunks, datasets, config.data, quantized.runtime, world)
-    return {"step": loaded.header.step, **found, "samples": datasets.validation_samples}
+    return {
+        "step": loaded.header.step,
+        **found,
+        "samples": sum(source.validation_samples for source in datasets.sources),
+    }
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from data.config import check_weights
 from models.shapes import linear_shapes, validate
 from nvfp4_train.config import ConfigError, ParallelConfig, RunConfig
+from nvfp4_train.duration import Duration
 from nvfp4_train.precision.assignment import assign
 from nvfp4_train.precision.backends import NO_NATIVE_KERNELS, backend_support
 from nvfp4_train.precision.config import PrecisionConfig, PrecisionError
@@ -14,6 +16,36 @@ from nvfp4_train.schedule import build_schedule
 
 # What is refused by name, with the one value that is there.
 NOT_YET = {"expert": 1, "distributed_optimizer": False}
+
+
+def phase_steps(config: RunConfig) -> list[int]:
+    """The steps after which the blend changes, one for each of `data.phases`.
+
+    Raises ConfigError for phases that are out of order or begin when the run is over.
+    """
+    steps: list[int] = []
+    for phase in config.data.phases:
+        start = Duration.parse(phase.start).steps(config.steps, tokens_per_step(config))
+        if not (steps[-1] if steps else 0) < start < config.steps:
+            raise ConfigError(
+                f"data.phases: start={phase.start} is after step {start} of {config.steps}"
+                f"{f', the one before it starts after step {steps[-1]}' if steps else ''}. Name the phases in order, "
+                "each within the run; the weights of data.sources hold until the first."
+            )
+        steps.append(start)
+    return steps
+
+
+def check_data(config: RunConfig) -> None:
+    """Refuses what is for `prepare` alone, and sources or phases that make no blend; DataError or ConfigError."""
+    for key, value in {"tokenizer.train": config.tokenizer.train, "shard": config.shard}.items():
+        if value is not None:
+            raise ConfigError(f"{key}={value}: is for `python -m nvfp4_train.prepare` alone. Leave it out here.")
+    names = [source.name for source in config.data.blended()]
+    check_weights([source.weight for source in config.data.blended()], names, "data.sources")
+    for phase in config.data.phases:
+        check_weights(phase.weights, names, "data.phases")
+    phase_steps(config)
 
 
 def tokens_per_step(config: RunConfig) -> int:
@@ -29,6 +61,7 @@ def check_run(config: RunConfig, world_size: int = 1) -> None:
     parallel, data = config.parallel, config.data
     check_supported(parallel)  # before sizes are blamed that more processes would mend
     check_layout(config, world_size)
+    check_data(config)
     validate(
         config.model,
         parallel.tensor,

@@ -1,12 +1,16 @@
-"""`python -m nvfp4_train.prepare [overrides]`: turns the text of `data.path` into tokens, as a training run would."""
+"""`python -m nvfp4_train.prepare [overrides]`: turns the text of `data.path` or `data.sources` into tokens, as a run
+would; with `tokenizer.train=FILE` it trains the tokenizer for that first, with `shard=i/n` it does a part of the work.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
+from data.corpus import Corpus
 from nvfp4_train import cli
-from nvfp4_train.config import RunConfig
+from nvfp4_train.config import ConfigError, RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,9 +19,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(config: RunConfig) -> None:
-    from data.prepare import prepare
+    from data.prepare import Shard, prepare, prepare_shard
 
-    corpus = prepare(config.data, say=lambda line: print(line, file=sys.stderr, flush=True))
+    data, sources = config.data, config.data.blended()
+    if config.tokenizer.train is not None:
+        from data.training import train_tokenizer
+
+        if config.shard is not None:
+            raise ConfigError("tokenizer.train and shard: train the tokenizer first, then let the shards use it.")
+        data = replace(data, tokenizer=str(train_tokenizer(data, config.tokenizer, _say)))
+    shard = None if config.shard is None else Shard.parse(config.shard)
+    for source in sources:
+        settings = data.of_source(source)
+        if shard is None:
+            _print(prepare(settings, say=_say))
+        elif (corpus := prepare_shard(settings, shard, say=_say)) is not None:
+            _print(corpus)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _print(corpus: Corpus) -> None:
     print(corpus.path)
     for name, split in (("train", corpus.train), ("validation", corpus.validation)):
         print(f"  {name:<11}{split.documents:>12,} documents{split.tokens:>16,} tokens{split.bytes:>16,} bytes of text")

@@ -35,7 +35,14 @@ LOCK = ".lock"
 
 # What makes a run this run and no other, and the keys in there that only say how or where the same thing is done.
 IDENTITY = ("model", "data", "optimizer", "schedule", "seed", "steps")
-FREE_WITHIN_IDENTITY = ("model.recompute", "model.kernels", "data.prepared", "data.workers")
+FREE_WITHIN_IDENTITY = (
+    "model.recompute",
+    "model.kernels",
+    "data.prepared",
+    "data.workers",
+    "data.processes",
+    "data.stream",
+)
 # Keys that differ by their nature between starts of one run, and texts that follow from other keys.
 UNSAID = ("run_dir", "resume", "data.prepared", "precision.description", "precision.source", "precision.knobs")
 _FROM_HERE = " from here on"

@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
+from data.blending import Phase
 from data.corpus import check_vocabulary
 from data.loading import Datasets, build_datasets
 from data.prepare import prepare
@@ -25,7 +26,7 @@ from models.shapes import (
 )
 from nvfp4_train.config import RunConfig
 from nvfp4_train.distributed import World, gather, largest_over_stage
-from nvfp4_train.layout import tokens_per_step
+from nvfp4_train.layout import phase_steps, tokens_per_step
 from nvfp4_train.precision.assignment import LinearPrecision, assign
 from nvfp4_train.precision.linear import QuantizedColumnParallelLinear, QuantizedRowParallelLinear, attach
 from nvfp4_train.precision.phases import PassSchedule, resolve
@@ -57,21 +58,23 @@ class QuantizedModel:
 
 
 def open_datasets(config: RunConfig, say: Say, *, step: int = 0, samples: int = 0) -> Datasets:
-    """The run's corpus, prepared where it is new, checked against the vocabulary.
-
-    The order of training samples hangs on their number, which is the same at every resume.
+    """The run's corpora, prepared where they are new, checked against the vocabulary.
 
     Args:
         step, samples: done and consumed before; `samples` differs from step * global_batch in a branch alone.
     """
-    corpus = prepare(config.data, say=say)
-    check_vocabulary(corpus, config.model.vocab_size)
+    data = config.data
+    corpora = [prepare(data.of_source(source), say=say) for source in data.blended()]
+    for corpus in corpora:
+        check_vocabulary(corpus, config.model.vocab_size)
+    starts = [max(0, samples + (start - step) * data.global_batch) for start in phase_steps(config)]
     datasets = build_datasets(
-        corpus,
-        config.data,
+        corpora,
+        data,
         seed=config.seed,
         train_samples=samples + max(1, config.steps - step) * config.data.global_batch,
         validation_samples=config.evaluation.sequences,
+        phases=[Phase(start, phase.weights) for start, phase in zip(starts, data.phases, strict=True)],
     )
     for line in datasets.describe():
         say(line)

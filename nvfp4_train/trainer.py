@@ -250,6 +250,7 @@ class Trainer:
             **self.throughput.metrics(time.perf_counter() - start),
             "memory/peak_gib": peak_memory_gib(),
             "data/hash": self._hash(micro_batches),
+            **{f"data/tokens/{name}": count for name, count in self.datasets.tokens_read(self.samples).items()},
             **self._phase_marker(step, passes),
             **self._recipe_marker(step),
             **(self._health() if runtime.sample_health else {}),

@@ -14,16 +14,17 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
+import data.parts
 import data.prepare
 from data.config import DataConfig, DataError
 from data.corpus import Corpus
 from data.prepare import prepare
-from data.readers import BadDocument, Document, read_documents
-from data.sources import Source
+from data.readers import AnyDocument, read_documents
 from data.splitting import position
 from tests.data.conftest import MakeConfig, numbered, write_jsonl
 
@@ -231,14 +232,14 @@ def test_text_and_parquet_go_the_same_way(tmp_path: Path, make_config: MakeConfi
 def slowly(reached: Event, pause: float) -> None:
     """Makes every reader wait after its first document, in this process and its forks."""
 
-    def read(source: Source, text_field: str) -> Iterator[Document | BadDocument]:
-        for document in read_documents(source, text_field):
+    def read(*arguments: Any) -> Iterator[AnyDocument]:
+        for document in read_documents(*arguments):
             yield document
             if not reached.is_set():
                 reached.set()
                 time.sleep(pause)
 
-    data.prepare.read_documents = read  # type: ignore[assignment]
+    data.parts.read_documents = read  # type: ignore[assignment]
 
 
 def build(config: DataConfig, reached: Event, pause: float, lines: multiprocessing.SimpleQueue[list[str]]) -> None:
@@ -249,8 +250,6 @@ def build(config: DataConfig, reached: Event, pause: float, lines: multiprocessi
 
 
 def test_two_at_once_build_once(tmp_path: Path, make_config: MakeConfig) -> None:
-    import megatron.core.datasets.indexed_dataset  # noqa: F401  here, so that the forks need not import it
-
     config = make_config(write_jsonl(tmp_path / "a.jsonl", numbered(30)))
     reached, lines = FORK.Event(), FORK.SimpleQueue()
     jobs = [FORK.Process(target=build, args=(config, reached, 0.5, lines)) for _ in range(2)]
@@ -267,8 +266,6 @@ def test_two_at_once_build_once(tmp_path: Path, make_config: MakeConfig) -> None
 
 
 def test_killed_while_building_leaves_nothing_that_is_read(tmp_path: Path, make_config: MakeConfig) -> None:
-    import megatron.core.datasets.indexed_dataset  # noqa: F401
-
     config = make_config(write_jsonl(tmp_path / "a.jsonl", numbered(30)))
     reached = FORK.Event()
     job = FORK.Process(target=build, args=(config, reached, 60, FORK.SimpleQueue()))
@@ -285,16 +282,25 @@ def test_killed_while_building_leaves_nothing_that_is_read(tmp_path: Path, make_
     assert [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()] == [corpus.path]
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing_that_is_read_and_what_is_whole_is_kept(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_config(write_jsonl(tmp_path / "a.jsonl", numbered(30)))
 
-    def fail(corpus: Corpus, folder: Path) -> None:
+    def fail(*_: Any) -> NoReturn:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(data.prepare, "write_manifest", fail)
-    with pytest.raises(DataError, match=r"can't write .*No space left on device\. Free space there"):
-        prepare(config, say=silent)
-    assert not [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]
+    for module, name, kept in ((data.parts, "flush", 0), (data.prepare, "write_manifest", 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, fail)
+            with pytest.raises(DataError, match=r"can't write .*No space left on device\. Free space there"):
+                prepare(config, say=silent)
+        left = [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]
+        assert [p.name[0] for p in left] == ["."] * kept
+    lines: list[str] = []
+    prepare(config, say=lines.append)
+    assert "1 of 1 parts are there already" in lines[0]
+    assert [p.name[0] for p in (tmp_path / "prepared").iterdir() if p.is_dir()] == ["a"]
 
 
 def test_a_prepared_folder_that_can_not_be_written(tmp_path: Path, make_config: MakeConfig) -> None:
@@ -306,8 +312,6 @@ def test_a_prepared_folder_that_can_not_be_written(tmp_path: Path, make_config: 
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, make_config: MakeConfig) -> None:
-    import megatron.core.datasets.indexed_dataset  # noqa: F401
-
     path = write_jsonl(tmp_path / "a.jsonl", numbered(200, size=100_000))
     tracemalloc.start()
     try:
@@ -320,8 +324,6 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, make_config: MakeC
 
 
 def test_builtin_corpus(make_config: MakeConfig) -> None:
-    import megatron.core.datasets.indexed_dataset  # noqa: F401
-
     start = time.process_time()
     corpus = prepare(make_config("builtin", validation_share=0.02), say=silent)
     assert time.process_time() - start < 10

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.config import DataError
-from data.sources import find_source
+from data.sources import check_unchanged, find_source
 
 
 def test_builtin_is_the_standard_library_without_tests() -> None:
@@ -43,7 +43,15 @@ def test_data_files_win_over_text_beside_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("a.jsonl", "jsonl"), ("a.NDJSON", "jsonl"), ("a.parquet", "parquet"), ("a.log", "text"), ("a", "text")],
+    [
+        ("a.jsonl", "jsonl"),
+        ("a.jsonl.gz", "jsonl"),
+        ("b.ndjson.ZST", "jsonl"),
+        ("a.NDJSON", "jsonl"),
+        ("a.parquet", "parquet"),
+        ("a.log", "text"),
+        ("a", "text"),
+    ],
 )
 def test_kind_of_a_single_file(tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / name).write_text("x")
@@ -70,10 +78,10 @@ def test_a_file_changed_while_read_is_noticed(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("one")
     source = find_source(str(file))
-    source.check_unchanged()
+    check_unchanged(source.files)
     file.write_text("four")
     with pytest.raises(DataError, match=r"a\.txt was changed while it was being read"):
-        source.check_unchanged()
+        check_unchanged(source.files)
 
 
 def test_missing_path(tmp_path: Path) -> None:
@@ -93,12 +101,19 @@ def test_empty_files(tmp_path: Path) -> None:
 def test_folder_without_usable_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no file to read: wanted .*found no files"):
         find_source(str(tmp_path))
-    (tmp_path / "a.jsonl.gz").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"wanted \.parquet \.jsonl .*found 1 of \.gz\. Compressed files are not read"):
+    (tmp_path / "a.txt.gz").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"wanted \.parquet \.jsonl .*found 1 of \.gz\. Of compressed files"):
         find_source(str(tmp_path))
 
 
-@pytest.mark.parametrize(("name", "words"), [("a.jsonl.zst", "is compressed"), ("a.json", "convert it .*jq -c")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a.txt.zst", r"is compressed.*name it \.jsonl\.zst"),
+        ("a.json", "convert it .*jq -c"),
+        ("a.bin", r"has no \.idx"),
+    ],
+)
 def test_other_formats_are_refused_by_name(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / name).write_text("[]")
     with pytest.raises(DataError, match=words):

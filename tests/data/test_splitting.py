@@ -5,15 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data.splitting import Splitter, position
+from data.splitting import Placed, Splitter, position
 from tests.data.conftest import numbered
 
 
 def split(texts: list[str], share: float) -> dict[str, list[str]]:
     splitter = Splitter(share)
     placed = [p for text in texts for p in splitter.add(text, np.frombuffer(text.encode(), np.uint8))]
+    kept_back = splitter.rest()
+    if kept_back is not None:
+        assert kept_back.position == position(kept_back.ids.tobytes())
+        placed.append(Placed("validation", kept_back.ids, kept_back.num_bytes))
     sides: dict[str, list[str]] = {"train": [], "validation": []}
-    for one in placed + splitter.rest():
+    for one in placed:
         text = one.ids.tobytes().decode()
         assert one.num_bytes == len(text.encode())
         sides[one.split].append(text)

@@ -29,15 +29,16 @@ from tests.trainer.conftest import Make
 def test_a_ragged_end_is_a_mean_over_tokens(make: Make, single_process: None) -> None:
     config = make("bf16")
     with process_groups(ParallelConfig(), 1) as world:
-        corpus = open_datasets(config, lambda line: None).corpus
+        corpus = open_datasets(config, lambda line: None).sources[0].corpus
         built = build_quantized_model(config, world, lambda line: None)
-        datasets = build_datasets(corpus, config.data, seed=1, train_samples=4, validation_samples=10**6)
-        assert datasets.validation_samples * 64 > corpus.validation.tokens - 1  # the last sample is partly padding
-        data = replace(config.data, micro_batch=datasets.validation_samples - 1)  # the last batch holds one sample
+        datasets = build_datasets([corpus], config.data, seed=1, train_samples=4, validation_samples=10**6)
+        source = datasets.sources[0]
+        assert source.validation_samples * 64 > corpus.validation.tokens - 1  # the last sample is partly padding
+        data = replace(config.data, micro_batch=source.validation_samples - 1)  # the last batch holds one sample
         found = validation_metrics(built.chunks, datasets, data, built.runtime, world)
         with torch.no_grad(), megatron_device(), built.runtime.evaluating():
             total = count = 0.0
-            for batch in validation_batches(datasets, replace(config.data, micro_batch=1)):
+            for batch in validation_batches(source, replace(config.data, micro_batch=1)):
                 losses = built.chunks[0](batch["tokens"], labels=batch["labels"])
                 total += float((losses * batch["loss_mask"]).double().sum())
                 count += float(batch["loss_mask"].sum())
