@@ -8,7 +8,7 @@ help:
 	@echo "make env         build .venv from requirements.lock"
 	@echo "make quickstart  train the same small hybrid in FP8 and in NVFP4 on this machine and compare the two"
 	@echo "make recipes     train it in every recipe and write the table of gaps and step times (about an hour on two cores)"
-	@echo "make bench       quantizers and linears on this GPU, as tables of ratios"
+	@echo "make bench       quantizers, linears and whole training steps on this GPU, as tables of ratios"
 	@echo "make test        formatting, types and all CPU tests"
 	@echo "make check       formatting and types alone"
 
@@ -25,6 +25,7 @@ recipes: env
 
 bench: env
 	@$(PYTHON) -m tests.benchmarks.gpu_linear
+	@$(PYTHON) -m tests.benchmarks.gpu_step
 
 check: env
 	.venv/bin/ruff check .

@@ -1,5 +1,5 @@
-"""Whole training steps on a GPU, as tables: recipes against BF16 and against Megatron-Core's own classes, peak memory
-against the plan, idle time, and where the time goes. Run: python -m tests.benchmarks.gpu_step [CASE ...] [--profile]
+"""Whole training steps on a GPU, as a table: recipes against BF16, and BF16 against Megatron-Core's own classes; peak
+memory against the plan, idle time, where the time goes. Run: python -m tests.benchmarks.gpu_step [CASE ...] [--profile]
 
 A step is forward, backward and update as the trainer does it, on random tokens of the whole vocabulary. All cases run
 one after another in one process on one card; times are medians of steps that begin and end with an idle GPU.
@@ -15,6 +15,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -26,11 +27,12 @@ with quiet():
     from nvfp4_train.cards import bf16_peak
     from nvfp4_train.compose import compose
     from nvfp4_train.config import RunConfig
-    from nvfp4_train.distributed import process_groups
+    from nvfp4_train.distributed import World, process_groups
     from nvfp4_train.memory import memory
     from nvfp4_train.precision.assignment import assign
     from tests.benchmarks.training_step import TrainingStep
 
+MEGATRON = "megatron"  # in a case's name: not our step, but Megatron-Core's
 WARM_UP, STEPS = 4, 8
 WHOLE_1B = ("experiment=1b", "data.global_batch=4")
 BLOCKS_12B = (
@@ -47,8 +49,15 @@ NANO = ("experiment=nano", "data.micro_batch=64")
 ALL_QUANTIZED = ("precision.bf16_blocks.first=0", "precision.bf16_blocks.last=0")
 CASES: dict[str, tuple[str, ...]] = {
     "1b bf16": (*WHOLE_1B, "precision=bf16"),
+    "1b megatron": (*WHOLE_1B, "precision=bf16"),
     "1b nvfp4": (*WHOLE_1B, "precision=nvfp4"),
+    "1b fp8_block": (*WHOLE_1B, "precision=fp8_block"),
+    "1b fp8_current": (*WHOLE_1B, "precision=fp8_current"),
     "12b bf16": (*BLOCKS_12B, "precision=bf16"),
+    "12b megatron": (*BLOCKS_12B, "precision=bf16"),
+    "12b fp8_block": (*BLOCKS_12B, "precision=fp8_block", *ALL_QUANTIZED),
+    "12b fp8_current": (*BLOCKS_12B, "precision=fp8_current", *ALL_QUANTIZED),
+    "12b fp8_delayed": (*BLOCKS_12B, "precision=fp8_delayed", *ALL_QUANTIZED),
     "12b nvfp4": (*BLOCKS_12B, "precision=nvfp4", *ALL_QUANTIZED),
     "nano bf16": (*NANO, "precision=bf16"),
     "nano nvfp4": (*NANO, "precision=nvfp4"),
@@ -69,12 +78,12 @@ class Measured:
     flops: int
 
 
-def measure(config: RunConfig, world: object, show_profile: bool) -> Measured:
-    """Build, warm up, time, profile one step."""
+def measure(build: Callable[[], Callable[[], None]], config: RunConfig, show_profile: bool) -> Measured:
+    """Build and warm up, time, profile."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    step = TrainingStep(config, world, warm_up=WARM_UP)  # type: ignore[arg-type]
+    step = build()
     whole, handed = [], []
     for _ in range(STEPS):
         torch.cuda.synchronize()
@@ -133,6 +142,15 @@ def row(name: str, found: Measured, baseline: float | None) -> str:
     )
 
 
+def _step(config: RunConfig, world: World, megatron: bool) -> Callable[[], None]:
+    """A warm training step, ours or Megatron's."""
+    if not megatron:
+        return TrainingStep(config, world, warm_up=WARM_UP)
+    from tests.benchmarks.megatron_step import MegatronStep
+
+    return MegatronStep(config, warm_up=WARM_UP)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -148,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in chosen.cases or CASES:
             size, _, recipe = name.partition(" ")
             try:
-                found = measure(compose(list(CASES[name])), world, chosen.profile)
+                config = compose(list(CASES[name]))
+                found = measure(partial(_step, config, world, recipe == MEGATRON), config, chosen.profile)
             except Exception:
                 traceback.print_exc(limit=-4)
                 continue
