@@ -39,6 +39,10 @@ from nvfp4_train.random_state import random_states, set_random_states
 filesystem_async._results_queue = queue.Queue()
 
 
+# A distributed optimizer's moments are written as if each replica had all of them, so any layout can load them.
+_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """What a checkpoint holds. `chunks` are the rank's share of the model, one or one for each virtual stage; `runtime`
@@ -196,7 +200,8 @@ def _content(state: TrainingState, world: World, loading: bool) -> dict[str, Any
     """The sharded state that Megatron saves, or fills when loading."""
     with megatron_device():
         model = _sharded(state.chunks)
-        content = {"model": model, "optimizer": state.optimizer.sharded_state_dict(model, is_loading=loading)}
+        optimizer = state.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_RESHARDABLE)
+        content = {"model": model, "optimizer": optimizer}
     if not loading:
         histories: dict[
             str, Any

@@ -11,8 +11,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -28,10 +28,11 @@ __all__ = ["ExitCode", "compose", "execute", "guarded", "help_text", "parse_argu
 
 @dataclass(frozen=True)
 class Command:
-    """What `--help` says of a command. `flags`: options without a value, name to meaning."""
+    """What `--help` says of a command, name to meaning. `flags`: options without a value; `numbers`: with a number."""
 
     purpose: str
     flags: dict[str, str]
+    numbers: dict[str, str] = field(default_factory=dict)
 
 
 COMMANDS = {
@@ -40,6 +41,7 @@ COMMANDS = {
     "plan": Command(
         "Says what a run would be, and trains nothing: parameters, FLOPs, memory, time, what runs in which format.",
         {"json": "print JSON alone", "recipes": "list the precision recipes"},
+        {"world": "plan for N processes, and build each pipeline stage's shapes"},
     ),
 }
 
@@ -49,7 +51,7 @@ TRAINS = ("train", "plan")  # commands whose configuration must be one that can 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A parsed command line: overrides as typed, folders of the user's own, and the flags that were given."""
+    """A parsed command line: overrides as typed, folders of the user's own, flags and numbers that were given."""
 
     command: str
     overrides: tuple[str, ...]
@@ -57,6 +59,12 @@ class Arguments:
     multirun: bool
     show: bool
     flags: frozenset[str]
+    numbers: Mapping[str, int]
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run: as asked for, or those that were started."""
+        return self.numbers.get("world", int(os.environ.get("WORLD_SIZE", 1)))
 
 
 def run(body: Callable[[RunConfig], int | None], command: str, argv: Sequence[str] | None = None) -> int:
@@ -79,7 +87,7 @@ def execute(arguments: Arguments, body: Callable[[RunConfig], int | None]) -> in
         print(to_yaml(config), end="")
         return ExitCode.DONE
     if arguments.command in TRAINS:
-        check_run(config, int(os.environ.get("WORLD_SIZE", 1)))
+        check_run(config, arguments.world_size)
     return body(config)
 
 
@@ -102,6 +110,8 @@ def parse_arguments(command: str, argv: Sequence[str] | None = None) -> Argument
     flags = COMMANDS[command].flags
     for flag in flags:
         parser.add_argument(f"--{flag}", action="store_true")
+    for name in COMMANDS[command].numbers:
+        parser.add_argument(f"--{name}", type=int)
     known, unknown = parser.parse_known_intermixed_args(argv)
     for option in unknown:
         _refuse(option, command)
@@ -113,9 +123,12 @@ def parse_arguments(command: str, argv: Sequence[str] | None = None) -> Argument
             f"--cfg {known.cfg}: only `--cfg job` is there; it prints the configuration as it would be used."
         )
     given = frozenset(flag for flag in flags if getattr(known, flag))
-    return Arguments(
-        command, tuple(known.overrides), tuple(known.config_dir), known.multirun, known.cfg is not None, given
-    )
+    numbers = {name: getattr(known, name) for name in COMMANDS[command].numbers if getattr(known, name) is not None}
+    for name, number in numbers.items():
+        if number < 1:
+            raise ConfigError(f"--{name} {number}: wanted 1 or more.")
+    overrides, folders = tuple(known.overrides), tuple(known.config_dir)
+    return Arguments(command, overrides, folders, known.multirun, known.cfg is not None, given, numbers)
 
 
 def _refuse(option: str, command: str) -> NoReturn:
@@ -143,7 +156,10 @@ def help_text(command: str, config_dirs: Sequence[str] = ()) -> str:
     groups = find_groups(config_dirs).options
     width = max(map(len, groups)) + 2
     listing = "\n".join(f"  {name:<{width}}{', '.join(options)}" for name, options in groups.items())
-    flags = "".join(f"  {'--' + flag:<19}{meaning}\n" for flag, meaning in COMMANDS[command].flags.items())
+    known = COMMANDS[command]
+    options = {f"--{flag}": meaning for flag, meaning in known.flags.items()}
+    options |= {f"--{name} N": meaning for name, meaning in known.numbers.items()}
+    flags = "".join(f"  {option:<19}{meaning}\n" for option, meaning in options.items())
     return f"""{COMMANDS[command].purpose}
 
 python -m nvfp4_train.{command} [GROUP=NAME] [KEY=VALUE] [options]
@@ -193,6 +209,7 @@ def _multirun(arguments: Arguments) -> int:
         return ExitCode.DONE
     options = [text for folder in arguments.config_dirs for text in ("--config-dir", folder)]
     options += [f"--{flag}" for flag in sorted(arguments.flags)]
+    options += [text for name, number in arguments.numbers.items() for text in (f"--{name}", str(number))]
     worst = int(ExitCode.DONE)
     for number, job in enumerate(jobs, 1):
         print(f"run {number} of {len(jobs)}: {' '.join(job)}", file=sys.stderr, flush=True)

@@ -58,7 +58,19 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model and the batch are split over ranks; what remains of the world is data parallel."""
+    """How the model and the batch are split over ranks; what remains of the world is data parallel.
+
+    Attributes:
+        tensor: ranks that share every linear, the embedding and the heads.
+        sequence: those ranks also share the tokens between linears.
+        pipeline: ranks that hold one stage of blocks after another; `|` in the pattern cuts it, otherwise evenly.
+        virtual_pipeline: stages a rank; above 1 they are interleaved.
+        context: ranks that share each sequence.
+        expert: 1.
+        distributed_optimizer: replicas share moments and updates (ZeRO-1).
+        overlap_grad_reduce: sum gradients over replicas during the backward pass.
+        overlap_param_gather: gather updated weights during the next forward pass; with a distributed optimizer.
+    """
 
     tensor: int = 1
     sequence: bool = False
@@ -67,6 +79,8 @@ class ParallelConfig:
     context: int = 1
     expert: int = 1
     distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
 
 
 @dataclass(frozen=True)

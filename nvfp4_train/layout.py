@@ -15,7 +15,7 @@ from nvfp4_train.precision.phases import resolve
 from nvfp4_train.schedule import build_schedule
 
 # What is refused by name, with the one value that is there.
-NOT_YET = {"expert": 1, "distributed_optimizer": False}
+NOT_YET = {"expert": 1}
 
 
 def phase_steps(config: RunConfig) -> list[int]:
@@ -108,6 +108,21 @@ def check_layout(config: RunConfig, world_size: int) -> None:
             f"{sizes}, data parallel {replicas}: the global batch is no multiple of {data.micro_batch} * {replicas} = "
             f"{step}. Write data.global_batch={_around(data.global_batch, step)}{other}."
         )
+    _check_micro_batches(config, replicas)
+
+
+def _check_micro_batches(config: RunConfig, replicas: int) -> None:
+    """Interleaved stages take turns with as many micro-batches as there are pipeline ranks."""
+    parallel, data = config.parallel, config.data
+    count = data.global_batch // (data.micro_batch * replicas)
+    if parallel.virtual_pipeline > 1 and count % parallel.pipeline:
+        step = data.micro_batch * replicas * parallel.pipeline
+        raise ConfigError(
+            f"data.global_batch={data.global_batch}, data.micro_batch={data.micro_batch} and data parallel {replicas} "
+            f"make {count} micro-batches a step, and parallel.virtual_pipeline={parallel.virtual_pipeline} needs a "
+            f"multiple of parallel.pipeline={parallel.pipeline}. Write data.global_batch="
+            f"{_around(data.global_batch, step)}."
+        )
 
 
 def _around(value: int, multiple: int) -> str:
@@ -124,7 +139,7 @@ def _divisors_near(value: int, wanted: int) -> str:
 
 
 def check_supported(parallel: ParallelConfig) -> None:
-    """Refuses by name the layouts that training does not have yet."""
+    """Refuses by name what training does not have yet, and settings that need others."""
     for name, value in NOT_YET.items():
         if getattr(parallel, name) != value:
             written = str(getattr(parallel, name)).lower()

@@ -16,15 +16,37 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from models.hybrid import no_weight_decay
 from models.megatron_cpu import megatron_device
 from nvfp4_train.config import OptimizerConfig, ParallelConfig
+from nvfp4_train.sharded_adam import mend
 
 
 def wrap_data_parallel(chunks: Sequence[torch.nn.Module], parallel: ParallelConfig) -> list[DistributedDataParallel]:
-    """Each chunk with one FP32 gradient buffer, reduced over data-parallel ranks at the end of a step."""
+    """Each chunk with one FP32 gradient buffer that is summed over data-parallel ranks: at the end of a step, or, where
+    that is to overlap, bucket by bucket during the last micro-batch's backward pass.
+    """
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.distributed_optimizer
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
     )
     with megatron_device():
-        return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+        # Buckets shorten what the first stage waits for; virtual stages after the first are not waited for.
+        wrapped = [
+            DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(chunks)
+        ]
+    if parallel.overlap_grad_reduce:
+        pauses = [chunk.no_sync for chunk in wrapped]
+        for chunk in wrapped:
+            chunk.config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
+    return wrapped
+
+
+def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Wait until every rank has all weights; without `overlap_param_gather` they are there after each update."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def build_optimizer(
@@ -49,9 +71,11 @@ def build_optimizer(
         fp16=False,
         params_dtype=torch.float32,
         use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather,
     )
     with megatron_device():
         optimizer = get_megatron_optimizer(settings, list(chunks), {spared: ParamGroupOverride(wd_mult=0.0)})
+    mend(optimizer)
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
         del (

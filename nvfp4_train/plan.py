@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from data.quiet import quiet
 from models.shapes import (
     block_letters,
     count_block_parameters,
@@ -21,7 +22,7 @@ from nvfp4_train import cli
 from nvfp4_train.cards import bf16_peak
 from nvfp4_train.config import RunConfig
 from nvfp4_train.exits import guarded
-from nvfp4_train.layout import tokens_per_step
+from nvfp4_train.layout import model_ranks, tokens_per_step
 from nvfp4_train.memory import Machine, by_recompute, memory
 from nvfp4_train.overrides import find_groups
 from nvfp4_train.precision.assignment import LinearPrecision, assign
@@ -58,6 +59,36 @@ def plan(config: RunConfig) -> dict[str, Any]:
         "precision": report(config.precision, assignments, flops.training, schedule),
         "warnings": _warnings(config),
     }
+
+
+def layout(config: RunConfig, assignments: Sequence[LinearPrecision], world_size: int) -> dict[str, Any]:
+    """How the run lies on `world_size` processes, for JSON; every pipeline stage is built, without its memory."""
+    with quiet():  # torch and Megatron, which nothing else here needs
+        from nvfp4_train.dry_run import dry_run
+
+        stages = dry_run(config, assignments, world_size)
+    replicas = world_size // model_ranks(config.parallel)
+    return {
+        "world_size": world_size,
+        "replicas": replicas,
+        "micro_batches": config.data.global_batch // (config.data.micro_batch * replicas),
+        "stages": [asdict(stage) for stage in stages],
+    }
+
+
+def _layout_lines(found: dict[str, Any]) -> list[str]:
+    first = (
+        f"layout      {found['world_size']:,} processes: {found['replicas']:,} replicas, "
+        f"{found['micro_batches']:,} micro-batches a step each"
+    )
+    lines = [first]
+    for number, stage in enumerate(found["stages"]):
+        formats = ", ".join(f"{count} {name}" for name, count in stage["linears"].items())
+        lines.append(
+            f"            stage {number}: {' | '.join(stage['blocks'])}, {stage['parameters']:,} parameters a rank, "
+            f"{_gib(stage['states'])} of weights, gradients and moments; linears: {formats}"
+        )
+    return lines
 
 
 def _warnings(config: RunConfig) -> list[str]:
@@ -140,6 +171,7 @@ def text(planned: dict[str, Any]) -> str:
         + ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in parts.items()),
         f"            activations of {needed['micro_batch_tokens']:,} tokens by model.recompute: {modes}",
         f"GPU hours   at {MFU:.0%} of the dense BF16 peak: {hours}",
+        *(_layout_lines(planned["layout"]) if "layout" in planned else []),
         *summary(planned["precision"]),
         *(f"warning: {warning}" for warning in planned["warnings"]),
     ]
@@ -161,15 +193,19 @@ def recipes_text(listed: Sequence[RecipeListing]) -> str:
     return "\n".join(f"{recipe.name:<{width}}{recipe.description} [{recipe.source}]" for recipe in listed)
 
 
-def _show(config: RunConfig, as_json: bool) -> None:
+def _show(config: RunConfig, as_json: bool, world_size: int | None) -> None:
     planned = plan(config)
+    if world_size is not None:
+        assignments = assign(config.precision, linear_shapes(config.model), config.parallel.tensor)
+        planned["layout"] = layout(config, assignments, world_size)
     print(json.dumps(planned, indent=1) if as_json else text(planned))
 
 
 def _main(argv: Sequence[str] | None) -> int | None:
     arguments = cli.parse_arguments("plan", argv)
     if "recipes" not in arguments.flags:
-        return cli.execute(arguments, lambda config: _show(config, "json" in arguments.flags))
+        as_json, world_size = "json" in arguments.flags, arguments.numbers.get("world")
+        return cli.execute(arguments, lambda config: _show(config, as_json, world_size))
     listed = recipes(arguments.config_dirs)
     if "json" in arguments.flags:
         print(json.dumps([recipe._asdict() | {"path": str(recipe.path)} for recipe in listed], indent=1))

@@ -35,7 +35,14 @@ from nvfp4_train.exits import ExitCode
 from nvfp4_train.gradients import GradientNorm, clip_gradients, first_bad_gradient, first_bad_output, first_bad_weight
 from nvfp4_train.layout import choose_backend, tokens_per_step
 from nvfp4_train.metrics import Metrics, MetricsFile
-from nvfp4_train.optimizer import build_optimizer, describe_groups, set_learning_rate, update, wrap_data_parallel
+from nvfp4_train.optimizer import (
+    build_optimizer,
+    describe_groups,
+    gather_parameters,
+    set_learning_rate,
+    update,
+    wrap_data_parallel,
+)
 from nvfp4_train.passes import Batch, run_micro_batches
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.profiling import profiler
@@ -43,6 +50,7 @@ from nvfp4_train.run_folder import RunFolder, prepare_run_folder, recipe_of
 from nvfp4_train.schedule import build_schedule
 from nvfp4_train.schema import to_mapping
 from nvfp4_train.setup import build_quantized_model, compute_capability, device_name, open_datasets
+from nvfp4_train.sharded_adam import updated_here
 from nvfp4_train.signals import StopSignals
 from nvfp4_train.storage import refusals_said
 from nvfp4_train.throughput import Throughput, peak_memory_gib
@@ -104,7 +112,7 @@ class Trainer:
         self.assignments, self.passes = quantized.assignments, quantized.passes
         self.parallel_chunks = wrap_data_parallel(self.chunks, config.parallel)
         self.optimizer = build_optimizer(config.optimizer, config.parallel, self.parallel_chunks)
-        self.gradient_norm = GradientNorm(self.chunks)
+        self.gradient_norm = GradientNorm(self.chunks, updated_here(self.optimizer))
         say(describe_groups(self.chunks, config.optimizer.weight_decay))
         per_step = tokens_per_step(config)
         self.schedule = build_schedule(config.schedule, config.optimizer, config.steps, per_step)
@@ -327,10 +335,16 @@ class Trainer:
         )
 
     def _hash(self, micro_batches: list[Batch]) -> str:
-        """Hash of the global batch, the same in every layout: samples in the order of micro-batch, then rank."""
+        """Hash of the global batch, the same in every layout: samples in the order of micro-batch, then rank.
+
+        Ranks that share a replica must have read the same; they compare at their first step.
+        """
         mine = [[sample_digest(sample) for sample in batch["tokens"]] for batch in micro_batches]
         by_rank = gather_data_parallel(mine, self.world)
-        return combine(digest for ranks in zip(*by_rank, strict=True) for samples in ranks for digest in samples)
+        found = combine(digest for ranks in zip(*by_rank, strict=True) for samples in ranks for digest in samples)
+        if self.step == self.folder.step + 1:
+            check_same({"data/hash": found}, self.world)
+        return found
 
     def _evaluate(self) -> Metrics:
         start = time.perf_counter()
@@ -345,6 +359,7 @@ class Trainer:
 
     def _save(self) -> bool:
         """A checkpoint of this step; False where the weights are not finite, which are never saved."""
+        gather_parameters(self.parallel_chunks)
         bad = gather(first_bad_weight(self.chunks), self.world)
         if any(bad):
             rank, name = next((rank, name) for rank, name in enumerate(bad) if name)

@@ -30,7 +30,7 @@ class TrainingStep:
         self.chunks = wrap_data_parallel(quantized.chunks, config.parallel)
         self.optimizer = build_optimizer(config.optimizer, config.parallel, self.chunks)
         self.gradient_norm = GradientNorm(quantized.chunks)
-        self.batches = random_batches(config)
+        self.batches = random_batches(config, world)
         self.step = 0
         for _ in range(warm_up):
             self()
@@ -55,12 +55,12 @@ class TrainingStep:
         self.step += 1
 
 
-def random_batches(config: RunConfig) -> list[Batch]:
-    """The micro-batches of one global batch of random tokens, all of them valid."""
-    data, generator = config.data, torch.Generator().manual_seed(config.seed)
+def random_batches(config: RunConfig, world: World) -> list[Batch]:
+    """This rank's micro-batches of one global batch of random tokens, all of them valid."""
+    data, generator = config.data, torch.Generator().manual_seed(config.seed + world.data_rank)
     shape = (data.micro_batch, data.sequence_length)
     batches = []
-    for _ in range(data.global_batch // data.micro_batch):
+    for _ in range(data.global_batch // (data.micro_batch * world.data_size)):
         text = torch.randint(0, config.model.vocab_size, (shape[0], shape[1] + 1), generator=generator)
         tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         batches.append({"tokens": tokens, "labels": labels, "loss_mask": torch.ones(shape)})

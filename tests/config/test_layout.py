@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from models.config import ModelError
 from nvfp4_train.compose import compose, replaced
 from nvfp4_train.config import ConfigError, RunConfig
 from nvfp4_train.layout import check_layout, check_run, choose_backend, tokens_per_step
@@ -53,10 +54,44 @@ def test_layouts_that_fit(base: RunConfig, world: int, tensor: int, batch: int, 
     check_layout(replaced(base, sizes), world)
 
 
-@pytest.mark.parametrize(("key", "value"), [("parallel.expert", 2), ("parallel.distributed_optimizer", True)])
-def test_layouts_that_are_not_there_yet_are_refused_by_name(base: RunConfig, key: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"{key}={str(value).lower()}: not there yet.*Write {key}="):
-        check_run(replaced(base, {key: value}))
+def test_expert_parallelism_is_refused_by_name(base: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.expert=2: not there yet.*Write parallel\.expert=1"):
+        check_run(replaced(base, {"parallel.expert": 2}), 2)
+
+
+def test_interleaving_needs_pipeline_ranks_and_micro_batches_for_each(base: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"virtual_pipeline=2 with parallel\.pipeline=1.*pipeline=2 or more"):
+        check_run(replaced(base, {"parallel.virtual_pipeline": 2}))
+    interleaved = {"parallel.pipeline": 2, "parallel.virtual_pipeline": 5}
+    check_layout(replaced(base, interleaved), 2)
+    message = refused(replaced(base, {**interleaved, "data.global_batch": 24}), 2)
+    for word in ("global_batch=24", "micro_batch=8", "3 micro-batches", "pipeline=2", "16 or 32"):
+        assert word in message
+
+
+@pytest.mark.parametrize("also", [{}, {"parallel.distributed_optimizer": True}, {"parallel.overlap_grad_reduce": True}])
+def test_gathering_weights_in_passing_needs_a_distributed_optimizer(base: RunConfig, also: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"overlap_param_gather=true.*parallel=replicas"):
+        check_run(replaced(base, {"parallel.overlap_param_gather": True, **also}), 2)
+    check_run(compose(["parallel=replicas"]), 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"parallel.tensor": 3, "parallel.sequence": True}, ("3 ranks",)),
+        ({"parallel.context": 2, "data.sequence_length": 1001}, ("sequence length 1001", "4 pieces", "1000 or 1004")),
+        ({"parallel.tensor": 4}, ("mamba_num_groups = 2", "parallel.tensor=4")),
+        ({"parallel.pipeline": 3}, ("10 blocks", "3 stages", "9 or 12")),
+        ({"model.pattern": "M-|M*-|M-M*-", "parallel.pipeline": 2}, ("3 stages", "2 '|'", "parallel.pipeline=3")),
+        ({"model.pattern": "M-E-"}, ("'E'", "mixture-of-experts", "not supported yet")),
+    ],
+)
+def test_splits_that_a_model_does_not_allow(base: RunConfig, sizes: dict[str, object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ModelError) as error:
+        check_run(replaced(base, sizes), 12)
+    for word in words:
+        assert word in str(error.value)
 
 
 def test_a_run_that_can_be_trained(base: RunConfig) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,58 @@ from nvfp4_train import trainer
 from nvfp4_train.compose import compose
 from nvfp4_train.gradients import named_parameters
 from nvfp4_train.layout import check_run
+from nvfp4_train.passes import Batch
+from nvfp4_train.precision.three_gemms import Factor, ThreeGemms
+
+OBSERVED = "decoder.layers.3.mlp.linear_fc1"
 
 
 class Watched(trainer.Trainer):
-    """A trainer that keeps its weights at the end where the worker finds them."""
+    """A trainer that can be looked at, and whose samples have very different numbers of valid tokens."""
 
     last: Watched
 
     def run(self, *args: Any) -> Any:
         Watched.last = self
         return super().run(*args)
+
+    def _global_batches(self) -> Iterator[list[Batch]]:
+        for batches in super()._global_batches():
+            for batch in batches:
+                place = torch.arange(batch["tokens"].shape[1])
+                batch["loss_mask"] = (place < batch["tokens"].sum(1, keepdim=True) % len(place)).float()
+            yield batches
+
+
+class Recorder:
+    """What the first step's operands were scaled by, and one operand with random bits in full.
+
+    Attributes:
+        scales: `microbatch linear gemm kind` -> tensor scale; weights, which micro-batches share, without the first.
+        values: of the gradient of OBSERVED in its dgrad, decoded, in micro-batch 0.
+    """
+
+    def __init__(self) -> None:
+        self.scales: dict[str, torch.Tensor] = {}
+        self.values: torch.Tensor | None = None
+
+    def __enter__(self) -> Recorder:
+        self._real = ThreeGemms._quantize
+
+        def recording(gemms: ThreeGemms, x: Any, gemm: str, kind: str, axis: int, call: Any) -> Factor:
+            factor = self._real(gemms, x, gemm, kind, axis, call)
+            if call.step == 0 and factor.scale is not None:
+                words = (gemms.name, gemm, kind) if kind == "weight" else (str(call.microbatch), gemms.name, gemm, kind)
+                self.scales[" ".join(words)] = factor.scale
+                if (gemms.name, gemm, kind, call.microbatch) == (OBSERVED, "dgrad", "gradient", 0):
+                    self.values = factor.decoded()
+            return factor
+
+        ThreeGemms._quantize = recording  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ThreeGemms._quantize = self._real  # type: ignore[method-assign]
 
 
 def weights(chunks: Any) -> dict[str, Any]:
@@ -53,13 +96,17 @@ def run(overrides: list[str], world_size: int) -> dict[str, Any]:
     """What this rank holds after a run."""
     config = compose(overrides)
     check_run(config, world_size)
-    code = trainer.train(config)
+    with Recorder() as recorder:
+        code = trainer.train(config)
     state = Watched.last
     return {
         "code": int(code),
         "weights": weights(state.chunks),
         "histories": state.runtime.state_dict(),
+        "scales": recorder.scales,
+        "values": recorder.values,
         "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "context_rank": parallel_state.get_context_parallel_rank(),
     }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -69,6 +72,21 @@ def test_bytes_by_their_place(rows: int | Axis, columns: int | Axis, axis: int) 
             expected = expected.index_select(dim, extent.positions("cpu"))
     found = random_bytes(9, rows, columns, axis=axis)
     assert torch.equal(found if axis == 1 else found.t(), expected)
+
+
+@pytest.mark.parametrize(
+    ("rank", "pieces"), [(0, ((0, 128), (256, 56), (368, 16))), (1, ((128, 128), (312, 56), (384, 16)))]
+)
+def test_packed_parts_of_a_weight_are_shared_one_by_one(rank: int, pieces: tuple[tuple[int, int], ...]) -> None:
+    from nvfp4_train.precision.linear import weight_shard
+
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: rank)
+    weight = SimpleNamespace(partition_sizes=[128, 56, 16])
+    linear: Any = SimpleNamespace(tp_group=group, output_size_per_partition=200, weight=weight)
+    rows, columns = weight_shard(linear)
+    assert columns is None
+    assert rows is not None
+    assert (rows.size, rows.pieces) == (400, pieces)
 
 
 def test_a_part_that_is_filled_up_draws_its_last_piece_out() -> None:

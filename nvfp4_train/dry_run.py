@@ -1,0 +1,120 @@
+"""Build one replica of a layout on one machine, without its memory and without its processes.
+
+Every pipeline stage is built on the meta device by Megatron and our own classes, as the ranks of a run would build it,
+over process groups that exist in name alone (torch's `fake` backend). Replicas are copies, so one stands for all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from models.hybrid import LinearClasses, build_model, named_linears
+from models.shapes import count_parameters, stage_patterns
+from nvfp4_train.config import RunConfig
+from nvfp4_train.gradients import named_parameters
+from nvfp4_train.layout import model_ranks
+from nvfp4_train.memory import PARAMETER_PARTS
+from nvfp4_train.precision.assignment import LinearPrecision
+from nvfp4_train.precision.linear import QuantizedColumnParallelLinear, QuantizedRowParallelLinear, attach
+from nvfp4_train.precision.runtime import PrecisionRuntime
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What each rank of one pipeline stage holds.
+
+    Attributes:
+        blocks: letters of its blocks; of each virtual stage, one after another.
+        parameters: of one rank.
+        linears: how many of its linears run in which format.
+        states: bytes of FP32 weights and gradients, and of this rank's moments.
+    """
+
+    blocks: tuple[str, ...]
+    parameters: int
+    linears: dict[str, int]
+    states: int
+
+
+@contextmanager
+def _pretended(config: RunConfig, rank: int) -> Iterator[None]:
+    """Process groups of one replica as this rank would see them."""
+    parallel = config.parallel
+    dist.init_process_group("fake", rank=rank, world_size=model_ranks(parallel), store=FakeStore())
+    try:
+        parallel_state.initialize_model_parallel(
+            parallel.tensor,
+            parallel.pipeline,
+            parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+            context_parallel_size=parallel.context,
+            create_gloo_process_groups=False,  # nothing is pretended of those
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def dry_run(config: RunConfig, assignments: Sequence[LinearPrecision], world_size: int) -> list[Stage]:
+    """Every pipeline stage of a run on `world_size` ranks, built without memory; `layout.check_run` comes before.
+
+    Raises AssertionError where the stages together are not the model.
+    """
+    parallel = config.parallel
+    patterns = stage_patterns(config.model, parallel.pipeline, parallel.virtual_pipeline)
+    formats = {linear.name: linear.format for linear in assignments}
+    sharing = world_size // (parallel.tensor * parallel.pipeline) if parallel.distributed_optimizer else 1
+    stages, whole, linears = [], 0, 0
+    for number in range(parallel.pipeline):
+        with _pretended(config, number * parallel.tensor * parallel.context):
+            chunks = [_chunk(config, virtual) for virtual in range(parallel.virtual_pipeline)]
+            held = {name: linear for chunk in chunks for name, linear in named_linears(chunk).items()}
+            attach(held, assignments, PrecisionRuntime(config.seed))
+        parameters = [parameter for _, parameter in named_parameters(chunks)]
+        local = sum(parameter.numel() for parameter in parameters)
+        counts = Counter(formats[name] for name in held)
+        stages.append(Stage(patterns[number :: parallel.pipeline], local, dict(counts), _states(local, sharing)))
+        whole += sum(_unsharded(parameter, parallel.tensor) for parameter in parameters)
+        linears += len(held)
+    meant = count_parameters(config.model), len(assignments)
+    assert (whole, linears) == meant, f"parameters and linears of all stages {whole, linears}, of the model {meant}"
+    return stages
+
+
+def _unsharded(parameter: Any, tensor: int) -> int:
+    """Elements of the whole parameter; none of a tied embedding's copy on the last stage."""
+    if getattr(parameter, "shared", False):
+        return 0
+    return parameter.numel() * (tensor if getattr(parameter, "tensor_model_parallel", False) else 1)
+
+
+def _chunk(config: RunConfig, virtual: int) -> Any:
+    """One chunk of this rank, on the meta device."""
+    parallel = config.parallel
+    return build_model(
+        config.model,
+        LinearClasses(QuantizedColumnParallelLinear, QuantizedRowParallelLinear),
+        sequence_length=config.data.sequence_length,
+        seed=config.seed,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        sequence=parallel.sequence,
+        context=parallel.context,
+        virtual_pipeline=parallel.virtual_pipeline,
+        virtual_stage=virtual if parallel.virtual_pipeline > 1 else None,
+        device="meta",
+    )
+
+
+def _states(parameters: int, sharing: int) -> int:
+    """Bytes of weights, gradients and moments of so many parameters, moments shared by `sharing` ranks."""
+    shared = PARAMETER_PARTS["moments"] * parameters // sharing
+    return (PARAMETER_PARTS["weights"] + PARAMETER_PARTS["gradients"]) * parameters + shared
