@@ -144,6 +144,17 @@ def check_supported(parallel: ParallelConfig) -> None:
         if getattr(parallel, name) != value:
             written = str(getattr(parallel, name)).lower()
             raise ConfigError(f"parallel.{name}={written}: not there yet. Write parallel.{name}={str(value).lower()}.")
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ConfigError(
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline} with parallel.pipeline=1: stages are interleaved "
+            "over pipeline ranks, and there is one. Write parallel.virtual_pipeline=1, or parallel.pipeline=2 or more."
+        )
+    if parallel.overlap_param_gather and not (parallel.distributed_optimizer and parallel.overlap_grad_reduce):
+        raise ConfigError(
+            "parallel.overlap_param_gather=true: only what a distributed optimizer shared is gathered, and its traffic "
+            "can overlap where that of gradients does. Write parallel.distributed_optimizer=true and "
+            "parallel.overlap_grad_reduce=true too (parallel=replicas has all three), or overlap_param_gather=false."
+        )
 
 
 def choose_backend(precision: PrecisionConfig, capability: tuple[int, int] | None) -> str:

@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from data.loading import combine, sample_digest
 from models.attention import positions_of_rank
 from models.megatron_cpu import megatron_device
 from nvfp4_train.distributed import World, gather_data_parallel, sum_over_model
@@ -67,6 +68,17 @@ def run_micro_batches(
     by_rank = gather_data_parallel(sums.tolist(), world)  # one wait for the device, [micro-batches, (nats, tokens)]
     in_order = [pair for micro_batch in zip(*by_rank, strict=True) for pair in micro_batch]
     return LossSum(sum(nats for nats, _ in in_order), int(sum(tokens for _, tokens in in_order)))
+
+
+def batch_hash(batches: Sequence[Batch], world: World) -> str:
+    """Hash of the tokens of the global batch, the same in every layout: by micro-batch, rank and sample.
+
+    Args:
+        batches: this rank's micro-batches of the step.
+    """
+    mine = [[sample_digest(sample) for sample in batch["tokens"]] for batch in batches]
+    by_rank = gather_data_parallel(mine, world)
+    return combine(digest for ranks in zip(*by_rank, strict=True) for samples in ranks for digest in samples)
 
 
 def context_share(sequences: torch.Tensor) -> torch.Tensor:

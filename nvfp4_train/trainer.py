@@ -12,7 +12,7 @@ from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
-from data.loading import combine, sample_digest, train_batches
+from data.loading import train_batches
 from models.megatron_cpu import megatron_device
 from models.shapes import flops_per_token
 from nvfp4_train import checkpoint
@@ -25,7 +25,6 @@ from nvfp4_train.distributed import (
     any_rank,
     check_same,
     gather,
-    gather_data_parallel,
     on_main,
     process_groups,
 )
@@ -43,7 +42,7 @@ from nvfp4_train.optimizer import (
     update,
     wrap_data_parallel,
 )
-from nvfp4_train.passes import Batch, run_micro_batches
+from nvfp4_train.passes import Batch, batch_hash, run_micro_batches
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.profiling import profiler
 from nvfp4_train.run_folder import RunFolder, prepare_run_folder, recipe_of
@@ -335,13 +334,8 @@ class Trainer:
         )
 
     def _hash(self, micro_batches: list[Batch]) -> str:
-        """Hash of the global batch, the same in every layout: samples in the order of micro-batch, then rank.
-
-        Ranks that share a replica must have read the same; they compare at their first step.
-        """
-        mine = [[sample_digest(sample) for sample in batch["tokens"]] for batch in micro_batches]
-        by_rank = gather_data_parallel(mine, self.world)
-        found = combine(digest for ranks in zip(*by_rank, strict=True) for samples in ranks for digest in samples)
+        """Hash of the global batch. Ranks that share a replica must have read the same: checked at the first step."""
+        found = batch_hash(micro_batches, self.world)
         if self.step == self.folder.step + 1:
             check_same({"data/hash": found}, self.world)
         return found

@@ -100,6 +100,9 @@ def main(recipes: list[str]) -> None:
         results = Path(folder) / "results.jsonl"
         results.touch()
         for processes in LAYOUTS:
+            if torch.cuda.is_available() and torch.cuda.device_count() < processes:
+                print(f"left out: layouts of {processes} GPUs, there are {torch.cuda.device_count()}")
+                continue
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
             subprocess.run([*command, "-m", __spec__.name, "--worker", str(results), *recipes], check=False)
         lines = [json.loads(line) for line in results.read_text().splitlines()]

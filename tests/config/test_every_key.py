@@ -83,6 +83,8 @@ PLAIN: dict[str, Any] = {
     "parallel.context": 4,
     "parallel.expert": 2,
     "parallel.distributed_optimizer": True,
+    "parallel.overlap_grad_reduce": True,
+    "parallel.overlap_param_gather": True,
     "checkpoint.every": 13,
     "checkpoint.keep": 5,
     "evaluation.every": 17,

@@ -79,7 +79,7 @@ def test_gathering_weights_in_passing_needs_a_distributed_optimizer(base: RunCon
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"parallel.tensor": 3, "parallel.sequence": True}, ("3 ranks",)),
+        ({"parallel.tensor": 3, "parallel.sequence": True}, ("parallel.tensor=3",)),
         ({"parallel.context": 2, "data.sequence_length": 1001}, ("sequence length 1001", "4 pieces", "1000 or 1004")),
         ({"parallel.tensor": 4}, ("mamba_num_groups = 2", "parallel.tensor=4")),
         ({"parallel.pipeline": 3}, ("10 blocks", "3 stages", "9 or 12")),
@@ -89,7 +89,7 @@ def test_gathering_weights_in_passing_needs_a_distributed_optimizer(base: RunCon
 )
 def test_splits_that_a_model_does_not_allow(base: RunConfig, sizes: dict[str, object], words: tuple[str, ...]) -> None:
     with pytest.raises(ModelError) as error:
-        check_run(replaced(base, sizes), 12)
+        check_run(replaced(base, {"data.global_batch": 12, "data.micro_batch": 1, **sizes}), 12)
     for word in words:
         assert word in str(error.value)
 
