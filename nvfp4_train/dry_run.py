@@ -21,7 +21,7 @@ from models.shapes import count_parameters, stage_patterns
 from nvfp4_train.config import RunConfig
 from nvfp4_train.gradients import named_parameters
 from nvfp4_train.layout import model_ranks
-from nvfp4_train.memory import PARAMETER_PARTS
+from nvfp4_train.memory import Memory, Place, rank_memory
 from nvfp4_train.precision.assignment import LinearPrecision
 from nvfp4_train.precision.linear import QuantizedColumnParallelLinear, QuantizedRowParallelLinear, attach
 from nvfp4_train.precision.runtime import PrecisionRuntime
@@ -35,13 +35,13 @@ class Stage:
         blocks: letters of its blocks; of each virtual stage, one after another.
         parameters: of one rank.
         linears: how many of its linears run in which format.
-        states: bytes of FP32 weights and gradients, and of this rank's moments.
+        memory: what a GPU of it needs.
     """
 
     blocks: tuple[str, ...]
     parameters: int
     linears: dict[str, int]
-    states: int
+    memory: Memory
 
 
 @contextmanager
@@ -68,25 +68,47 @@ def dry_run(config: RunConfig, assignments: Sequence[LinearPrecision], world_siz
 
     Raises AssertionError where the stages together are not the model.
     """
-    parallel = config.parallel
+    parallel, data = config.parallel, config.data
     patterns = stage_patterns(config.model, parallel.pipeline, parallel.virtual_pipeline)
     formats = {linear.name: linear.format for linear in assignments}
-    sharing = world_size // (parallel.tensor * parallel.pipeline) if parallel.distributed_optimizer else 1
-    stages, whole, linears = [], 0, 0
+    tokens = data.micro_batch * data.sequence_length // parallel.context
+    stages, whole = [], Counter[str]()
     for number in range(parallel.pipeline):
         with _pretended(config, number * parallel.tensor * parallel.context):
             chunks = [_chunk(config, virtual) for virtual in range(parallel.virtual_pipeline)]
             held = {name: linear for chunk in chunks for name, linear in named_linears(chunk).items()}
             attach(held, assignments, PrecisionRuntime(config.seed))
         parameters = [parameter for _, parameter in named_parameters(chunks)]
+        blocks = tuple(layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers)
         local = sum(parameter.numel() for parameter in parameters)
-        counts = Counter(formats[name] for name in held)
-        stages.append(Stage(patterns[number :: parallel.pipeline], local, dict(counts), _states(local, sharing)))
-        whole += sum(_unsharded(parameter, parallel.tensor) for parameter in parameters)
-        linears += len(held)
-    meant = count_parameters(config.model), len(assignments)
-    assert (whole, linears) == meant, f"parameters and linears of all stages {whole, linears}, of the model {meant}"
+        needed = rank_memory(config.model, assignments, tokens, _place(config, number, blocks, local, world_size))
+        counts = dict(Counter(formats[name] for name in held))
+        stages.append(Stage(patterns[number :: parallel.pipeline], local, counts, needed))
+        whole["parameters"] += sum(_unsharded(parameter, parallel.tensor) for parameter in parameters)
+        whole["linears"] += len(held)
+    meant = {"parameters": count_parameters(config.model), "linears": len(assignments)}
+    assert whole == meant, f"all stages hold {dict(whole)}, the model {meant}"
     return stages
+
+
+def _place(config: RunConfig, stage: int, blocks: tuple[int, ...], parameters: int, world_size: int) -> Place:
+    """Where the ranks of a stage stand, in Megatron's schedules."""
+    parallel, data = config.parallel, config.data
+    ahead, virtual = parallel.pipeline - 1 - stage, parallel.virtual_pipeline
+    micro_batches = data.global_batch * model_ranks(parallel) // (data.micro_batch * world_size)
+    if virtual == 1:
+        kept = float(min(ahead + 1, micro_batches))
+    else:  # counted in virtual stages
+        kept = min(2 * ahead + (virtual - 1) * parallel.pipeline + 1, virtual * micro_batches) / virtual
+    return Place(
+        blocks,
+        last=ahead == 0,
+        parameters=parameters,
+        tensor=parallel.tensor,
+        sequence=parallel.sequence,
+        sharing=world_size // (parallel.tensor * parallel.pipeline) if parallel.distributed_optimizer else 1,
+        kept=kept,
+    )
 
 
 def _unsharded(parameter: Any, tensor: int) -> int:
@@ -112,9 +134,3 @@ def _chunk(config: RunConfig, virtual: int) -> Any:
         virtual_stage=virtual if parallel.virtual_pipeline > 1 else None,
         device="meta",
     )
-
-
-def _states(parameters: int, sharing: int) -> int:
-    """Bytes of weights, gradients and moments of so many parameters, moments shared by `sharing` ranks."""
-    shared = PARAMETER_PARTS["moments"] * parameters // sharing
-    return (PARAMETER_PARTS["weights"] + PARAMETER_PARTS["gradients"]) * parameters + shared

@@ -46,6 +46,7 @@ from models.shapes import (
     query_width,
 )
 from nvfp4_train.precision.assignment import LinearPrecision
+from nvfp4_train.precision.fit import ROW_PARALLEL_ROLES
 from nvfp4_train.precision.formats import layout_independent
 
 PARAMETER_PARTS = {"weights": 4, "gradients": 4, "moments": 8}
@@ -96,6 +97,63 @@ def memory(
         activations=round(tokens * activation_bytes(model, assignments, machine)),
         working=_working(assignments, tokens, machine),
         optimizer_step=0 if machine.cuda else 4 * parameters,
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands that holds a part of a run.
+
+    Attributes:
+        blocks: numbers of the blocks of its pipeline stage.
+        last: whether the output layer and the loss are there.
+        parameters: elements of its parameters.
+        tensor, sequence: tensor-parallel ranks, and whether they share tokens too.
+        sharing: ranks that share its moments.
+        kept: how many forward passes of the whole stage wait for their backward pass at most.
+    """
+
+    blocks: tuple[int, ...]
+    last: bool
+    parameters: int
+    tensor: int = 1
+    sequence: bool = False
+    sharing: int = 1
+    kept: float = 1.0
+
+
+def rank_memory(model: ModelConfig, assignments: Sequence[LinearPrecision], tokens: int, place: Place) -> Memory:
+    """What a GPU with Mamba kernels holds at `place`; `tokens`: of its micro-batches, on its context rank."""
+    letters = block_letters(model)
+    ranks = place.tensor
+    local = replace(
+        model,
+        pattern="".join(letters[block] for block in place.blocks),
+        hidden_size=model.hidden_size // (ranks if place.sequence else 1),
+        ffn_hidden_size=model.ffn_hidden_size // ranks,
+        num_attention_heads=model.num_attention_heads // ranks,
+        num_query_groups=model.num_query_groups // ranks,
+        mamba_num_heads=model.mamba_num_heads // ranks,
+        mamba_num_groups=model.mamba_num_groups // ranks,
+        vocab_size=padded_vocab_size(model) // ranks if place.last else 0,
+        vocab_multiple=1,
+    )
+    linears = [
+        replace(
+            linear,
+            in_features=linear.in_features // (ranks if linear.role in ROW_PARALLEL_ROLES else 1),
+            out_features=linear.out_features // (1 if linear.role in ROW_PARALLEL_ROLES else ranks),
+        )
+        for linear in assignments
+        if (place.last if linear.block is None else linear.block in place.blocks)
+    ]
+    sharing = {"weights": 1, "gradients": 1, "moments": place.sharing}
+    return Memory(
+        **{part: size * place.parameters // sharing[part] for part, size in PARAMETER_PARTS.items()},
+        weight_cache=sum(_cached_weight(linear, Machine()) for linear in linears),
+        activations=round(place.kept * tokens * activation_bytes(local, linears)),
+        working=_working(linears, tokens, Machine()),
+        optimizer_step=0,
     )
 
 

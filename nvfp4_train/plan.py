@@ -72,7 +72,7 @@ def layout(config: RunConfig, assignments: Sequence[LinearPrecision], world_size
         "world_size": world_size,
         "replicas": replicas,
         "micro_batches": config.data.global_batch // (config.data.micro_batch * replicas),
-        "stages": [asdict(stage) for stage in stages],
+        "stages": [asdict(stage) | {"total": stage.memory.total} for stage in stages],
     }
 
 
@@ -84,9 +84,11 @@ def _layout_lines(found: dict[str, Any]) -> list[str]:
     lines = [first]
     for number, stage in enumerate(found["stages"]):
         formats = ", ".join(f"{count} {name}" for name, count in stage["linears"].items())
+        parts = {name: size for name, size in stage["memory"].items() if name != "optimizer_step"}
         lines.append(
             f"            stage {number}: {' | '.join(stage['blocks'])}, {stage['parameters']:,} parameters a rank, "
-            f"{_gib(stage['states'])} of weights, gradients and moments; linears: {formats}"
+            f"linears {formats}; {_gib(stage['total'])} a GPU: "
+            + ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in parts.items())
         )
     return lines
 

@@ -120,7 +120,7 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
         f"vocabulary {config.model.vocab_size} padded to {padded}"
     )
     kernels = {line for lines in gather([describe_kernels(chunk) for chunk in chunks], world) for line in chain(*lines)}
-    for line in (*describe_pipeline(config), *sorted(kernels), *summary(full_report)):
+    for line in (*describe_layout(config, world), *sorted(kernels), *summary(full_report)):
         say(line)
     combinations = "1 combination" if tested == 1 else f"{tested} combinations"
     say(f"start-up test passed: {combinations} of formats, all three GEMMs, on {device_name(world.device)}")
@@ -138,15 +138,22 @@ def token_axis(tokens: int) -> Axis | None:
     return Axis(tokens * ranks, ((rank * piece, piece), ((2 * ranks - 1 - rank) * piece, piece)), group)
 
 
-def describe_pipeline(config: RunConfig) -> list[str]:
-    """A line that says which blocks each pipeline stage has, none without a pipeline."""
-    pipeline, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
-    if pipeline == 1:
+def describe_layout(config: RunConfig, world: World) -> list[str]:
+    """Lines that say how the run lies on its processes, and which blocks each pipeline stage has; none for one."""
+    parallel = config.parallel
+    if world.size == 1:
         return []
+    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context}
+    split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+    beside = ", sequence parallel" if parallel.sequence else ""
+    lines = [f"layout: {world.size} processes, {world.data_size} replicas of {split}{beside}"]
+    pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline
+    if pipeline == 1:
+        return lines
     stages = " | ".join(stage_patterns(config.model, pipeline, virtual))
     how = "cut as the pattern says" if STAGE_CUT in config.model.pattern else "cut evenly: the pattern has no '|'"
     turns = f", in turn on {pipeline} ranks" if virtual > 1 else ""
-    return [f"pipeline: {stages}{turns} ({how})"]
+    return [*lines, f"pipeline: {stages}{turns} ({how})"]
 
 
 def device_name(device: torch.device) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from models.shapes import count_parameters, linear_shapes
 from nvfp4_train.compose import compose
 from nvfp4_train.layout import check_run
+from nvfp4_train.memory import memory
 from nvfp4_train.precision.assignment import assign
 from nvfp4_train.schema import to_yaml
 
@@ -91,7 +93,19 @@ def test_every_layout_has_the_same_map_of_precision(built: dict[str, Any]) -> No
         assert counts == {format_name: meant.count(format_name) for format_name in set(meant)}, name
 
 
-def test_replicas_share_moments(built: dict[str, Any]) -> None:
-    whole = count_parameters(compose().model)
-    assert built["one"][0]["states"] == 16 * whole
-    assert built["context"][0]["states"] == 8 * whole + 8 * whole // WORLD
+def test_memory_of_a_rank(built: dict[str, Any]) -> None:
+    """One process needs what the plan says; splits share it as they should."""
+    config = compose(BATCH)
+    tokens = config.data.micro_batch * config.data.sequence_length
+    alone = built["one"][0]["memory"]
+    assert alone == asdict(memory(config.model, assign(config.precision, linear_shapes(config.model)), tokens))
+    whole = count_parameters(config.model)
+    shared = built["context"][0]["memory"]
+    assert (shared["weights"], shared["gradients"], shared["moments"]) == (4 * whole, 4 * whole, 8 * whole // WORLD)
+    assert shared["activations"] == pytest.approx(alone["activations"] / 2)
+    # 1F1B keeps a forward pass for every stage from here on; interleaved ones keep 11 and 9 fifths. A stage that is not
+    # the last keeps what it received, as large as the norm at the end.
+    for name, kept, share in (("pipeline 2", (2, 1), 1), ("interleaved", (11 / 5, 9 / 5), 1 / 8)):
+        first, last = (stage["memory"]["activations"] for stage in built[name])
+        received = 4 * config.model.hidden_size * tokens * share
+        assert first / kept[0] + last / kept[1] == pytest.approx(alone["activations"] * share + received), name
