@@ -95,6 +95,8 @@ def process_groups(parallel: ParallelConfig, seed: int) -> Iterator[World]:
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
         )
+        if ours and dist.get_world_size() > 1:
+            dist.barrier()  # a launcher ends those that are still busy when the first has left
     finally:
         if ours:
             parallel_state.destroy_model_parallel()

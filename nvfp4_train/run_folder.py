@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -173,6 +174,11 @@ def prepare_run_folder(
 
 def _prepare(config: RunConfig) -> RunFolder:
     if config.run_dir is None:
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+            raise ConfigError(
+                "the launcher may start this run again after a crash, and without run_dir it would begin anew in "
+                "another folder each time. Give run_dir=PATH, or launch without restarts."
+            )
         parent = Path.cwd() / "runs"
         made = _missing(parent)
         path = _new_folder(parent, f"{config.name}-{config.precision.name}")

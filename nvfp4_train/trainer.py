@@ -45,11 +45,12 @@ from nvfp4_train.optimizer import (
 from nvfp4_train.passes import Batch, batch_hash, run_micro_batches
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.profiling import profiler
-from nvfp4_train.run_folder import RunFolder, prepare_run_folder, recipe_of
+from nvfp4_train.run_folder import LOCK, RunFolder, prepare_run_folder, recipe_of
 from nvfp4_train.schedule import build_schedule
 from nvfp4_train.schema import to_mapping
 from nvfp4_train.setup import build_quantized_model, compute_capability, device_name, open_datasets
 from nvfp4_train.sharded_adam import updated_here
+from nvfp4_train.shared_folder import check_shared
 from nvfp4_train.signals import StopSignals
 from nvfp4_train.storage import refusals_said
 from nvfp4_train.throughput import Throughput, peak_memory_gib
@@ -76,6 +77,7 @@ def train(config: RunConfig) -> ExitCode:
                 return ExitCode.DONE
             console.say(folder.announcement())
             with refusals_said(folder.path):
+                check_shared(folder.path / LOCK, world)
                 return Trainer(folder, world, console).run(signals, surroundings)
         finally:
             if world.is_main:

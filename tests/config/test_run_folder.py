@@ -254,3 +254,16 @@ def test_a_disk_that_fills_up_at_the_start_does_not_lock_the_run_out(
             folder.leave()
         assert folder.path.exists() == (good > 0)
     assert start(config).decision == "fresh"
+
+
+def test_a_run_that_may_be_started_again_needs_a_name(
+    base: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start would make a folder of its own and begin anew."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    with pytest.raises(ConfigError, match=r"Give run_dir=PATH, or launch without restarts"):
+        prepare_run_folder(base)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    prepare_run_folder(base).leave()
