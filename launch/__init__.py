@@ -1,1 +1,1 @@
-"""Launchers. They call the command line and nothing else."""
+"""Launchers: they start the command line, on this machine or on many."""

@@ -1,0 +1,69 @@
+"""The launcher's command line, and whose end counts. No processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from launch.agent import decisive
+from launch.run import PORT, parse
+from nvfp4_train.config import ConfigError
+
+
+def test_one_node_needs_nothing() -> None:
+    options = parse(["--restarts", "3", "--", "experiment=1b", "--config-dir", "mine"])
+    assert (options.nodes, options.node_rank, options.host, options.port) == (1, 0, "localhost", 0)
+    assert (options.processes, options.restarts, options.wait) == (None, 3, 600.0)
+    assert options.overrides == ("experiment=1b", "--config-dir", "mine")
+
+
+@pytest.mark.parametrize(("head", "host", "port"), [("a01", "a01", PORT), ("a01:1234", "a01", 1234)])
+def test_many_nodes(head: str, host: str, port: int) -> None:
+    options = parse(["--nodes", "4", "--node-rank", "3", "--head", head, "--", "steps=1"])
+    assert (options.nodes, options.node_rank, options.host, options.port) == (4, 3, host, port)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nodes", "4", "--head", "a01"], "--nodes 4 needs --node-rank and --head on every node"),
+        (["--nodes", "4", "--node-rank", "4", "--head", "a01"], "--node-rank 4: with --nodes 4 ranks go from 0 to 3"),
+        (["--nodes", "4", "--node-rank", "1", "--head", "a01:x"], "--head a01:x: write HOST or HOST:PORT"),
+        (["--nodes", "4", "--node-rank", "1", "--head", "a01:70000"], "with a port from 1 to 65535"),
+        (["--nodes", "0"], "--nodes 0: must be 1 or more"),
+        (["--restarts", "-1"], "--restarts -1: must be 0 or more"),
+        (["--max-restarts", "3"], "unrecognized arguments: --max-restarts"),
+        (["steps=1"], "unrecognized arguments: steps=1. Overrides of training go behind --"),
+    ],
+)
+def test_mistakes(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(arguments)
+    assert said in str(error.value)
+
+
+def test_help_imports_no_torch() -> None:
+    program = (
+        "import sys\nfrom launch.run import main\n"
+        "try:\n    main(['--help'])\nfinally:\n    assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "launch/slurm.sbatch" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("codes", "counts"),
+    [
+        ({1: -9, 0: 75}, (1, -9)),  # 0 was told to leave because 1 was killed
+        ({0: 1, 1: 2}, (1, 2)),  # 0 lost its peer, which found a mistake
+        ({0: 1, 1: 4}, (1, 4)),
+        ({1: 75, 0: 75}, (1, 75)),
+    ],
+)
+def test_whose_end_counts(codes: dict[int, int], counts: tuple[int, int]) -> None:
+    failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
+    assert decisive(failures) == counts  # type: ignore[arg-type]
