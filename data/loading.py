@@ -51,6 +51,7 @@ class Datasets:
         sources: in the order of the configuration.
         blend: which of them gives which sample.
         train_samples: samples of the whole run.
+        seed: of their order.
     """
 
     sources: tuple[OpenSource, ...]
@@ -58,6 +59,7 @@ class Datasets:
     sequence_length: int
     packing: str
     train_samples: int
+    seed: int
 
     def __len__(self) -> int:
         return self.train_samples
@@ -78,6 +80,12 @@ class Datasets:
             return {}
         counts = self.blend.counts(samples)
         return {s.name: count * self.sequence_length for s, count in zip(self.sources, counts, strict=True)}
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Hashes of the tokenizer and of every corpus: what travels with a checkpoint."""
+        corpora = {f"source {source.name}": source.corpus.hash for source in self.sources}
+        return {"tokenizer": self.sources[0].corpus.tokenizer_hash, **corpora}
 
     def describe(self) -> list[str]:
         """Lines for people: what the run reads of each source, repetition where there is some, phases, validation."""
@@ -148,7 +156,7 @@ def build_datasets(
     opened = tuple(
         _open(source, corpus, config, seed, validation_samples) for source, corpus in zip(sources, corpora, strict=True)
     )
-    datasets = Datasets(opened, Blend([first, *phases]), config.sequence_length, config.packing, train_samples)
+    datasets = Datasets(opened, Blend([first, *phases]), config.sequence_length, config.packing, train_samples, seed)
     _check_epochs(datasets)
     return datasets
 

@@ -43,6 +43,7 @@ class Header:
         environment: device, compute capability, backend and versions, compared on load.
         world: ranks that wrote it.
         recipe: that recipe, key by key; None where only its name is known.
+        data: hashes of the tokenizer and the corpora that it was trained on; None where they are unknown.
         format: of the whole folder.
     """
 
@@ -54,6 +55,7 @@ class Header:
     environment: dict[str, str]
     world: int
     recipe: dict[str, Any] | None = None
+    data: dict[str, str] | None = None
     format: int = FORMAT
 
 

@@ -24,6 +24,7 @@ from models.shapes import (
     padded_vocab_size,
     stage_patterns,
 )
+from nvfp4_train.checkpoint_files import CheckpointError, Header
 from nvfp4_train.config import RunConfig
 from nvfp4_train.distributed import World, gather, largest_over_stage
 from nvfp4_train.layout import phase_steps, tokens_per_step
@@ -79,6 +80,24 @@ def open_datasets(config: RunConfig, say: Say, *, step: int = 0, samples: int = 
     for line in datasets.describe():
         say(line)
     return datasets
+
+
+def check_same_data(header: Header, datasets: Datasets, *, whole: bool) -> None:
+    """Refuses data that a checkpoint was not trained on: another tokenizer's, and with `whole` another corpus's too.
+
+    Raises:
+        CheckpointError: names what differs, and the way out.
+    """
+    now = datasets.identity
+    before = now if header.data is None else header.data
+    differing = [name for name in (now if whole else ("tokenizer",)) if before.get(name) != now[name]]
+    if differing:
+        listing = ", ".join(f"{name} {str(before.get(name))[:12]} there, {now[name][:12]} here" for name in differing)
+        raise CheckpointError(
+            f"the checkpoint of step {header.step} was trained on other data: {listing}. Give it the text and the "
+            "tokenizer that it was trained on, as they were; a branch (resume=PATH in another run_dir) may read other "
+            "text of the same tokenizer."
+        )
 
 
 def build_quantized_model(config: RunConfig, world: World, say: Say) -> QuantizedModel:

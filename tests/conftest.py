@@ -11,6 +11,11 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long the fuzzing of the readers lasts."""
+    parser.addoption("--fuzz", type=int, default=300, help="inputs thrown at each reader in tests/data/test_fuzz.py")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Workers share the cores, so each takes one."""

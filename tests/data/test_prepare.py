@@ -226,6 +226,29 @@ def test_text_and_parquet_go_the_same_way(tmp_path: Path, make_config: MakeConfi
         assert prepare(make_config(source), say=silent).hash == wanted.hash
 
 
+def test_binaries_of_megatron_go_the_same_way(tmp_path: Path, make_config: MakeConfig) -> None:
+    wanted = prepare(make_config(write_jsonl(tmp_path / "a.jsonl", numbered(30))), say=silent)
+    for name in ("train", "validation"):
+        for end in ("bin", "idx"):
+            (tmp_path / "given").mkdir(exist_ok=True)
+            (tmp_path / "given" / f"{name}.{end}").write_bytes((wanted.path / f"{name}.{end}").read_bytes())
+    corpus = prepare(make_config(tmp_path / "given"), say=silent)
+    for split in ("train", "validation"):  # the text decides what is held out, so it is the same again
+        assert sorted(documents_of(corpus, split)) == sorted(documents_of(wanted, split))
+        assert getattr(corpus, split).bytes == getattr(wanted, split).bytes
+
+
+def test_binaries_of_another_vocabulary_are_refused(
+    tmp_path: Path, make_config: MakeConfig, large_vocabulary_file: Path
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [f"w{i} w69000" for i in range(30)])
+    made = prepare(make_config(source, tokenizer=str(large_vocabulary_file)), say=silent)
+    with pytest.raises(
+        DataError, match=r"train\.bin:1: holds id 69000, and the ids of tokenizer byte run from 0 to 256"
+    ):
+        prepare(make_config(made.path / "train.idx"), say=silent)
+
+
 # One builder, whole or nothing
 
 
@@ -249,19 +272,22 @@ def build(config: DataConfig, reached: Event, pause: float, lines: multiprocessi
     lines.put(heard)
 
 
-def test_two_at_once_build_once(tmp_path: Path, make_config: MakeConfig) -> None:
+def test_eight_at_once_build_once(tmp_path: Path, make_config: MakeConfig) -> None:
     config = make_config(write_jsonl(tmp_path / "a.jsonl", numbered(30)))
     reached, lines = FORK.Event(), FORK.SimpleQueue()
-    jobs = [FORK.Process(target=build, args=(config, reached, 0.5, lines)) for _ in range(2)]
+    jobs = [FORK.Process(target=build, args=(config, reached, 0.5, lines)) for _ in range(8)]
     jobs[0].start()
     assert reached.wait(20)
-    jobs[1].start()
+    for job in jobs[1:]:
+        job.start()
     for job in jobs:
-        job.join(20)
+        job.join(40)
         assert job.exitcode == 0
-    heard = sorted([lines.get(), lines.get()], key=lambda one: "reusing" in one[-1])
+    heard = sorted([lines.get() for _ in jobs], key=lambda one: "reusing" in one[-1])
     assert heard[0][0].startswith("data: preparing a (1 file, ")
-    assert ["another process is preparing" in heard[1][0], "reusing" in heard[1][1]] == [True, True]
+    for other in heard[1:]:
+        assert "data: reusing " in other[-1]
+        assert "another process is preparing" in other[0] or len(other) == 1
     assert len([p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]) == 1
 
 

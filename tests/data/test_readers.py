@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data.readers
 from data.config import DataError
-from data.readers import CHUNK, BadDocument, Document, cut, invalid_utf8, read_documents
+from data.readers import CHUNK, BadDocument, Document, TokenDocument, cut, invalid_utf8, read_documents
 from data.sources import find_source
 
 
@@ -264,3 +267,86 @@ def test_parquet_cell_that_is_not_utf8(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["first", "second", "third"]}), path, compression="none", use_dictionary=False)
     path.write_bytes(path.read_bytes().replace(b"second", b"sec\xffnd"))
     assert read(path)[1] == BadDocument(f"{path}:2", "not UTF-8 at byte 3 of column 'text'")
+
+
+# Compressed JSON lines, large documents, and binaries of Megatron's
+
+
+def compressed(path: Path, content: bytes) -> Path:
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(content[:20]) + gzip.compress(content[20:]))  # two members, as `cat` makes them
+    else:
+        half = pa.BufferOutputStream()
+        with pa.CompressedOutputStream(half, "zstd") as stream:
+            stream.write(content)
+        path.write_bytes(half.getvalue().to_pybytes())
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_compressed_json_lines(tmp_path: Path, name: str) -> None:
+    lines = b'\xef\xbb\xbf{"text": "one"}\n\nnothing\n{"text": "two"}'
+    path = compressed(tmp_path / name, lines)
+    assert read(path) == [
+        Document("one", f"{path}:1"),
+        BadDocument(f"{path}:3", "not JSON: Expecting value at column 1"),
+        Document("two", f"{path}:4"),
+    ]
+    whole = path.read_bytes()
+    for damaged in (whole[:-9], b"no such thing at all", whole[:10] + bytes(8) + whole[18:]):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"can't read {path}: .*\. Copy it again or leave it out"):
+            read(path)
+
+
+def test_a_line_or_cell_that_is_too_large_is_named_and_never_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data.readers, "LARGEST_DOCUMENT", 100)
+    path = tmp_path / "a.jsonl"
+    for size in (80, 90, 5000):
+        path.write_text(f'{{"text": "{"x" * size}"}}\n{{"text": "good"}}\n')
+        first, second = read(path)
+        whole = size + 13 <= 100
+        assert first == Document("x" * 80, f"{path}:1") if whole else "the line is larger than" in first.reason
+        assert second == Document("good", f"{path}:2")
+    cells = write_parquet(tmp_path / "a.parquet", text=["x" * 101, "x" * 100])
+    bad, good = read(cells)
+    assert isinstance(bad, BadDocument)
+    assert bad.reason.startswith("column 'text' is larger than")
+    assert good == Document("x" * 100, f"{cells}:2")
+
+
+def test_a_long_line_of_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data.readers, "CHUNK", 7)
+    path = tmp_path / "a.txt"
+    text = "".join(f"line {i} ü\r\n" * (i % 3) for i in range(300)) + "x" * 200
+    path.write_bytes(text.encode())
+    documents = [one for one in read(path) if isinstance(one, Document)]
+    wanted = text.replace("\r\n", "\n")
+    assert "".join(one.text for one in documents) == wanted
+    done = ""
+    for one in documents:
+        assert int(one.origin.rpartition(":")[2]) == done.count("\n") + 1
+        done += one.text
+
+
+@pytest.mark.parametrize("given", ["a.idx", "a.bin", "a", "."])
+def test_binaries_of_megatron(tmp_path: Path, given: str) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.uint16)
+    for sequences in ([[1, 2, 3], [4]], [[5]], [[]]):
+        builder.add_document(np.concatenate(sequences), [len(sequence) for sequence in sequences])
+    builder.finalize(str(tmp_path / "a.idx"))
+    source = find_source(str(tmp_path / given))
+    assert source.kind == "indexed"
+    documents = list(read_documents(source, "text"))
+    assert [one.ids.tolist() for one in documents if isinstance(one, TokenDocument)] == [[1, 2, 3, 4], [5], []]
+    assert documents[1].origin == f"{tmp_path}/a.bin:2"
+    (tmp_path / "a.bin").write_bytes(bytes(3))
+    with pytest.raises(DataError, match=r"a\.bin has 3 bytes, which its index does not"):
+        list(read_documents(find_source(str(tmp_path / given)), "text"))
+    (tmp_path / "a.idx").write_bytes(b"something else")
+    with pytest.raises(DataError, match=r"a\.idx is no index of Megatron's"):
+        list(read_documents(find_source(str(tmp_path / given)), "text"))
