@@ -7,6 +7,7 @@ runs/quickstart-nvfp4-20260101-120000-3fa9/
     config.yaml         the configuration as used, every path absolute
     environment.json    versions, commit, host, device, world size, and a line for each start
     precision.json      what runs in which format, and why
+    data.json           what is read: see `data.record`
     branch.json         in a branch alone: the run and step it started from
     metrics.jsonl       one line a step
     checkpoints/        see `checkpoint_files`
