@@ -37,7 +37,7 @@ from data.splitting import Splitter
 from data.tokenizers import Ids, Tokenizer, load_tokenizer
 from data.writing import SplitWriter
 
-PART_BYTES = 1 << 26
+PART_BYTES = 1 << 24
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
 BATCHES_AHEAD = 2
@@ -131,8 +131,11 @@ def build_part(source: Source, part: Part, config: DataConfig, advance: Advance)
         (building / "part.json").write_text(text + "\n", encoding="utf-8")
         for path in (*building.iterdir(), building):
             flush(path)
-        if not part.is_whole():
+        try:
             building.rename(part.folder)
+        except OSError:
+            if not part.is_whole():  # else somebody made it meanwhile, and it is the same
+                raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return part.info()

@@ -20,6 +20,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,11 @@ class _Work:
     def alone(self) -> Corpus:
         """All parts, then the corpus; the caller holds the lock. Parts that are whole stay if something goes wrong."""
         with self._refusals():
-            self._build(self._parts)
+            try:
+                self._build(self._parts)
+            finally:
+                if not any(part.is_whole() for part in self._parts):
+                    shutil.rmtree(self._building, ignore_errors=True)
             try:
                 return self._finish()
             except DataError:  # of the source as a whole: no part can mend it
@@ -182,7 +187,7 @@ class _Work:
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """What the file system refuses, in words; a folder in which nothing is whole goes away with any error."""
+        """What the file system refuses, in words."""
         try:
             yield
         except OSError as error:
@@ -191,9 +196,6 @@ class _Work:
                 f"{4 * self._source.size / 1e6:.0f} MB for bytes as tokens, half of it for the time being) or set "
                 "data.prepared to another folder."
             ) from error
-        finally:
-            if not any(part.is_whole() for part in self._parts):
-                shutil.rmtree(self._building, ignore_errors=True)
 
     def _build(self, parts: Sequence[Part]) -> None:
         """Makes those parts that are not there yet, in as many processes as there is work for."""
@@ -257,9 +259,9 @@ def _build_in_processes(
     """
     context = multiprocessing.get_context("spawn")  # a fork would inherit the threads of torch and of the tokenizer
     done = context.Value("q", 0)
-    with ProcessPoolExecutor(processes, context, _start_process, (done,)) as pool:
+    with ProcessPoolExecutor(processes, context, _start_process, (source, config, done)) as pool:
         by_size = sorted(parts, key=lambda part: -part.size)
-        futures = {part: pool.submit(_build_in_process, source, part, config) for part in by_size}
+        futures = {part: pool.submit(_build_in_process, part) for part in by_size}
         running = set(futures.values())
         try:
             while running:
@@ -267,25 +269,32 @@ def _build_in_processes(
                 progress.show(done.value)
                 for future in ended:
                     future.result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                f"data.path: a process that prepared {source.name} was killed, most likely for want of memory. What "
+                f"is done is kept: prepare again with data.processes={max(1, processes // 2)}."
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
         for part in parts:
             yield futures[part].result()
 
 
-_done: Any = None  # of a process of the pool: bytes of text, over all of them
+_given: Any = None  # of a process of the pool: source, settings, bytes of text done over all processes
 
 
-def _start_process(done: Any) -> None:
-    global _done
-    _done = done
+def _start_process(source: Source, config: DataConfig, done: Any) -> None:
+    global _given
+    _given = source, config, done
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores
 
 
-def _build_in_process(source: Source, part: Part, config: DataConfig) -> PartInfo:
+def _build_in_process(part: Part) -> PartInfo:
+    source, config, done = _given
+
     def advance(count: int) -> None:
-        with _done.get_lock():
-            _done.value += count
+        with done.get_lock():
+            done.value += count
 
     return build_part(source, part, config, advance)
 

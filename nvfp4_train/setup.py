@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from data.blending import Phase
 from data.corpus import check_vocabulary
 from data.loading import Datasets, build_datasets
 from data.prepare import prepare
+from data.record import FILE, to_record
 from models.hybrid import LinearClasses, build_model, describe_kernels, named_linears
 from models.shapes import (
     STAGE_CUT,
@@ -35,6 +38,7 @@ from nvfp4_train.precision.report import report, summary
 from nvfp4_train.precision.runtime import PrecisionRuntime
 from nvfp4_train.precision.selftest import self_test
 from nvfp4_train.precision.shards import Axis
+from nvfp4_train.storage import write_atomic
 
 Say = Callable[[str], None]
 
@@ -58,28 +62,37 @@ class QuantizedModel:
     report: dict[str, Any]
 
 
-def open_datasets(config: RunConfig, say: Say, *, step: int = 0, samples: int = 0) -> Datasets:
+def open_datasets(config: RunConfig, say: Say, start: Header | None = None, *, resumed: bool = False) -> Datasets:
     """The run's corpora, prepared where they are new, checked against the vocabulary.
 
     Args:
-        step, samples: done and consumed before; `samples` differs from step * global_batch in a branch alone.
+        start: of the checkpoint that the run goes on from; only a branch's samples differ from steps * global batch.
+        resumed: whether it is this run's own, so that text and tokenizer must be the same.
     """
-    data = config.data
+    data, step, samples = config.data, 0 if start is None else start.step, 0 if start is None else start.samples
     corpora = [prepare(data.of_source(source), say=say) for source in data.blended()]
     for corpus in corpora:
         check_vocabulary(corpus, config.model.vocab_size)
-    starts = [max(0, samples + (start - step) * data.global_batch) for start in phase_steps(config)]
+    starts = [max(0, samples + (begin - step) * data.global_batch) for begin in phase_steps(config)]
     datasets = build_datasets(
         corpora,
         data,
         seed=config.seed,
         train_samples=samples + max(1, config.steps - step) * config.data.global_batch,
         validation_samples=config.evaluation.sequences,
-        phases=[Phase(start, phase.weights) for start, phase in zip(starts, data.phases, strict=True)],
+        phases=[Phase(begin, phase.weights) for begin, phase in zip(starts, data.phases, strict=True)],
     )
+    if start is not None:
+        check_same_data(start, datasets, whole=resumed)
     for line in datasets.describe():
         say(line)
     return datasets
+
+
+def write_data_record(run: Path, datasets: Datasets, global_batch: int, step: int, samples: int) -> None:
+    """`data.json` in the run's folder: what it reads on from `samples` samples after `step` steps."""
+    record = to_record(datasets, global_batch=global_batch, step=step, samples=samples)
+    write_atomic(run / FILE, json.dumps(record, indent=1) + "\n")
 
 
 def check_same_data(header: Header, datasets: Datasets, *, whole: bool) -> None:

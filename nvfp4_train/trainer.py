@@ -4,7 +4,6 @@ checkpoint. Everything is handed on as arguments; the order of this file is the 
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from data.loading import train_batches
-from data.record import FILE as DATA_RECORD
-from data.record import to_record
 from models.megatron_cpu import megatron_device
 from models.shapes import flops_per_token
 from nvfp4_train import checkpoint
@@ -51,11 +48,11 @@ from nvfp4_train.profiling import profiler
 from nvfp4_train.run_folder import LOCK, RunFolder, prepare_run_folder, recipe_of
 from nvfp4_train.schedule import build_schedule
 from nvfp4_train.schema import to_mapping
-from nvfp4_train.setup import build_quantized_model, check_same_data, compute_capability, device_name, open_datasets
+from nvfp4_train.setup import build_quantized_model, compute_capability, device_name, open_datasets, write_data_record
 from nvfp4_train.sharded_adam import updated_here
 from nvfp4_train.shared_folder import check_shared
 from nvfp4_train.signals import StopSignals
-from nvfp4_train.storage import refusals_said, write_atomic
+from nvfp4_train.storage import refusals_said
 from nvfp4_train.throughput import Throughput, peak_memory_gib
 from nvfp4_train.trackers import start_tracker
 
@@ -108,9 +105,7 @@ class Trainer:
         )
         self.saved_step = self.step
         self.recipe_changed = folder.decision == "resume" and start is not None and _other_recipe(start, config)
-        self.datasets = open_datasets(config, say, step=self.step, samples=self.samples)
-        if start is not None:
-            check_same_data(start, self.datasets, whole=folder.decision == "resume")
+        self.datasets = open_datasets(config, say, start, resumed=folder.decision == "resume")
 
         quantized = build_quantized_model(config, world, say)
         self.report = quantized.report
@@ -187,10 +182,7 @@ class Trainer:
     def _write_down(self, surroundings: dict[str, Any]) -> None:
         """The run folder's files for this start, and the metrics cut to where it begins."""
         self.console.say(self.folder.record(surroundings, self.report))
-        record = to_record(
-            self.datasets, global_batch=self.config.data.global_batch, step=self.step, samples=self.samples
-        )
-        write_atomic(self.folder.path / DATA_RECORD, json.dumps(record, indent=1) + "\n")
+        write_data_record(self.folder.path, self.datasets, self.config.data.global_batch, self.step, self.samples)
         lost = self.metrics.cut_after(self.step, self.folder.first_step)
         if lost is not None:
             self.console.warn(lost)
