@@ -117,6 +117,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     if query.device.type == "cpu":
         query, key, value = query.float(), key.float(), value.float()
     grouped = query.shape[1] != key.shape[1]
+    if grouped and mask is not None:
+        # Only CUDA's flash kernel takes grouped heads, and it takes no mask; the plain one would hold [b, n, s, s].
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+        grouped = False
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )

@@ -85,13 +85,13 @@ def preparation(root: Path, megabytes: float, vocabulary: int) -> Iterator[str]:
     file = train_tokenizer(
         config_of(Path("builtin"), root), TokenizerTraining(str(root / "bpe.json"), vocabulary), silent
     )
-    library = Tokenizer.from_file(str(file))
     for count in (2 * CORES, 1):
         folder = root / f"files-{count}"
         texts = write_files(folder, megabytes, count)
         size = sum(len(text.encode()) for text in texts) / 1e6
         pairs = []
         for turn in range(PAIRS):
+            library = Tokenizer.from_file(str(file))  # anew: it remembers words
             before = seconds()
             for first in range(0, len(texts), 1024):
                 library.encode_batch_fast(texts[first : first + 1024], add_special_tokens=False)
@@ -145,14 +145,16 @@ def start_up(root: Path) -> Iterator[str]:
 
 
 PEAK = """
-import resource, sys, time
+import sys, time
 from data.config import DataConfig
 from data.prepare import prepare
-import numpy, data.readers, data.hub
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+before = peak()
 start = time.perf_counter()
 corpus = prepare(DataConfig(sys.argv[1], sys.argv[2], 8, 1, 1), say=lambda line: None)
-print(corpus.train.tokens, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.perf_counter() - start)
+print(corpus.train.tokens, peak() - before, time.perf_counter() - start)
 """
 
 
@@ -171,7 +173,7 @@ def memory(root: Path, megabytes: int) -> Iterator[str]:
 def main() -> None:
     """Measure and print."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    arguments.add_argument("--megabytes", type=float, default=36, help="of text, for preparation")
+    arguments.add_argument("--megabytes", type=float, default=60, help="of text, for preparation")
     arguments.add_argument("--vocabulary", type=int, default=8192)
     arguments.add_argument("--large", type=int, default=512, help="megabytes of the one large file")
     chosen = arguments.parse_args()
