@@ -11,6 +11,7 @@ from typing import Any
 
 from data.config import PACKINGS
 from nvfp4_train.config import ConfigError, RunConfig
+from nvfp4_train.precision.validation import BACKENDS
 from nvfp4_train.schema import did_you_mean, shown
 
 AT_LEAST: dict[str, int] = {
@@ -49,7 +50,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.packing": PACKINGS,
     "schedule.decay_style": ("linear", "cosine", "exponential", "minus_sqrt"),
     "logging.wandb": ("auto", "online", "offline", "disabled"),
-    "precision.backend": ("auto", "emulated", "native"),
+    "precision.backend": BACKENDS,
     "model.recompute": ("none", "selective", "full"),
     "model.kernels": ("auto", "torch", "mamba_ssm"),
 }

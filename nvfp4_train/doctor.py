@@ -23,7 +23,8 @@ from typing import Any
 
 from nvfp4_train.environment import version
 from nvfp4_train.exits import ExitCode, guarded
-from nvfp4_train.precision.backends import NATIVE_SINCE
+from nvfp4_train.precision.backends import NATIVE_SINCE, native_formats
+from nvfp4_train.precision.formats import FP8_FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBE_SECONDS = 180
@@ -31,9 +32,10 @@ LEAST_FREE_GIB = 2
 
 _TORCH = """
 import json, torch
-found = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": [], "problem": None}
+found = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": [], "problem": None, "archs": []}
 try:
     torch.cuda.init()
+    found["archs"] = torch.cuda.get_arch_list()
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found["devices"].append([properties.name, properties.major, properties.minor, properties.total_memory])
@@ -58,14 +60,15 @@ class Extension:
     without: str
 
 
+ENGINE = "transformer-engine"
 EXTENSIONS = (
     Extension("mamba-ssm", "mamba_ssm", "fused Mamba-2 scan", "the PyTorch scan (model.kernels=torch) runs, slower"),
     Extension("causal-conv1d", "causal_conv1d", "fused causal convolution", "PyTorch's convolution runs, slower"),
     Extension(
-        "transformer-engine",
+        ENGINE,
         "transformer_engine.pytorch",
-        "native FP8 and NVFP4",
-        "every recipe runs with precision.backend=emulated, attention with PyTorch's own kernels",
+        "native NVFP4 and MXFP8 on Blackwell, precision.backend=transformer_engine",
+        "every recipe runs with precision.backend=emulated, FP8 natively by this package",
     ),
 )
 
@@ -165,17 +168,24 @@ def _pip() -> str:
     return f"{Path(sys.executable).name} -m pip"
 
 
-def check_recipes(capability: tuple[int, int] | None) -> list[str]:
-    """Lines on which recipe runs how on a device of this compute capability."""
+def check_recipes(capability: tuple[int, int] | None, engine: bool) -> list[str]:
+    """Lines on which recipe runs how on a device of this compute capability.
+
+    Args:
+        engine: whether Transformer Engine can be imported.
+    """
     recipes = sorted(path.stem for path in (ROOT / "configs" / "precision").glob("*.yaml"))
-    native = [name for name, since in NATIVE_SINCE.items() if capability is not None and capability >= since]
+    native = native_formats(capability)
+    ours = [name for name in native if name in FP8_FORMATS]
+    theirs = [name for name in native if name not in (*ours, "bf16")]
     beyond = [f"{name} from {major}.{minor}" for name, (major, minor) in NATIVE_SINCE.items() if name not in native]
-    return [
+    lines = [
         f"emulated (the same numbers anywhere): {', '.join(recipes)}",
-        "native kernels: none yet; formats that this hardware multiplies by itself: "
-        + (", ".join(native) or "none")
-        + (f"; compute capabilities needed: {', '.join(beyond)}" if beyond else ""),
+        f"native, by this package: {', '.join(ours) or 'none here'}",
+        f"native, through Transformer Engine: {', '.join(theirs) or 'none here'}"
+        + ("" if engine or not theirs else " once it can be imported"),
     ]
+    return [*lines, f"compute capabilities needed natively: {', '.join(beyond)}"] if beyond else lines
 
 
 def check_disk(folder: Path) -> tuple[list[str], list[str]]:
@@ -191,6 +201,15 @@ def check_disk(folder: Path) -> tuple[list[str], list[str]]:
             "before it. Free some, or set run_dir=PATH"
         )
     return [f"{folder}: {free:,.1f} GiB free"], problems
+
+
+def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether a device runs kernels built for `sm_90a` (its own generation, not newer) or `compute_90` (or newer)."""
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", arch)
+    if found is None:
+        return False
+    built = int(found[2]), int(found[3])
+    return built <= capability and (found[1] == "compute" or built[0] == capability[0])
 
 
 def check_torch(found: Probe) -> tuple[list[str], list[str], dict[str, Any]]:
@@ -215,6 +234,17 @@ def check_torch(found: Probe) -> tuple[list[str], list[str], dict[str, Any]]:
             f"{said['problem']}. A driver older than CUDA {said['cuda']} is the usual cause: update it, or install a "
             "torch built for it (https://pytorch.org/get-started)"
         )
+    if not said["cuda"] and shutil.which("nvidia-smi"):
+        problems.append(
+            f"torch {said['version']} is built without CUDA, though a GPU driver is there: install a torch built for "
+            "CUDA (https://pytorch.org/get-started), or everything runs on the CPU"
+        )
+    for name, major, minor, _ in said["devices"]:
+        if said["archs"] and not any(_runs_on(arch, (major, minor)) for arch in said["archs"]):
+            problems.append(
+                f"torch {said['version']} has no kernels for {name} (compute capability {major}.{minor}; it has "
+                f"{', '.join(said['archs'])}): install a torch that has (https://pytorch.org/get-started)"
+            )
     return lines, problems, said
 
 
@@ -236,12 +266,13 @@ def diagnose() -> int:
         line, broken = examine(extension, failures.get(extension.package), torch_said.get("version"))
         (problems if broken else extensions).append(line)
     capability = next(((major, minor) for _, major, minor, _ in torch_said.get("devices", [])), None)
+    engine = version(ENGINE) is not None and failures[ENGINE] is None
     room, disk_problems = check_disk(Path.cwd() / "runs")
     sections = {
         "Packages": packages,
         "Extensions": extensions,
         "Devices": [*devices, f"{os.cpu_count()} CPU cores"],
-        "Precision": check_recipes(capability),
+        "Precision": check_recipes(capability, engine),
         "Disk": room,
         "To mend": problems + disk_problems,
     }

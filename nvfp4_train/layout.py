@@ -8,9 +8,10 @@ from data.config import check_weights
 from models.shapes import linear_shapes, validate
 from nvfp4_train.config import ConfigError, ParallelConfig, RunConfig
 from nvfp4_train.duration import Duration
+from nvfp4_train.precision import backends
 from nvfp4_train.precision.assignment import assign
-from nvfp4_train.precision.backends import NO_NATIVE_KERNELS, backend_support
-from nvfp4_train.precision.config import PrecisionConfig, PrecisionError
+from nvfp4_train.precision.backends import Backend
+from nvfp4_train.precision.config import PrecisionError
 from nvfp4_train.precision.phases import resolve
 from nvfp4_train.schedule import build_schedule
 
@@ -157,19 +158,27 @@ def check_supported(parallel: ParallelConfig) -> None:
         )
 
 
-def choose_backend(precision: PrecisionConfig, capability: tuple[int, int] | None) -> str:
-    """A line that says how the recipe runs on this machine; called before the model is built.
+def choose_backend(config: RunConfig, capability: tuple[int, int] | None) -> Backend:
+    """Who multiplies on this machine; called before the model is built.
 
     Args:
-        precision: the recipe; its `backend` decides.
         capability: CUDA compute capability, None without a GPU.
 
-    Raises PrecisionError for precision.backend=native where it can't run: both capabilities and the alternatives.
+    Raises PrecisionError for a `precision.backend` that cannot run the recipe: both capabilities and the alternatives.
     """
-    if precision.backend == "native":
-        reason = backend_support(precision, capability)
-        raise PrecisionError(
-            reason or f"Recipe {precision.name} could run natively on this hardware, but {NO_NATIVE_KERNELS}"
-        )
-    why = "as asked" if precision.backend == "emulated" else "native kernels are not there yet"
-    return f"precision {precision.name}: emulated ({why})"
+    parallel, precision = config.parallel, config.precision
+    linears = assign(precision, linear_shapes(config.model), parallel.tensor)
+    backend = backends.choose_backend(precision, linears, capability, _find_transformer_engine)
+    if backend.name != "transformer_engine" or parallel.tensor * parallel.context == 1:
+        return backend
+    split = f"parallel.tensor={parallel.tensor} and parallel.context={parallel.context}"
+    reason = f"Transformer Engine scales each rank's part of a tensor by itself, and {split} split tensors"
+    if precision.backend == "auto":
+        return Backend("emulated", reason)
+    raise PrecisionError(f"{reason}. Write precision.backend=emulated, or parallel.tensor=1 parallel.context=1.")
+
+
+def _find_transformer_engine() -> backends.TransformerEngine:
+    from nvfp4_train.precision.te_linear import find_transformer_engine
+
+    return find_transformer_engine()

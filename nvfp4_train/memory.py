@@ -6,6 +6,7 @@ Parameters: 16 bytes each, the FP32 weight, its gradient and Adam's two moments.
 
 Weights as the GEMMs take them, made once a step: 2 bytes a value on a GPU, 4 on a CPU and for FP8 blocks; one copy of a
 linear whose forward and dgrad multiply the same values (16x16 and 128x128 tiles, whole-tensor scales, BF16), else two.
+FP8 on FP8 tensor cores: two copies of 1 byte.
 
 Activations kept for the backward pass, bytes a token, h the hidden size, f the FFN's, q and k the widths of queries and
 of keys, i Mamba's inner width, P its projection's, c its convolution's channels, n its state, V the padded vocabulary:
@@ -18,8 +19,9 @@ of keys, i Mamba's inner width, P its projection's, c its convolution's channels
     M   Mamba                                2 P + 6 i        4 P + 8 c + 8 a head + 18 i + 4 i n / chunk
     the loss                                 2 V              4 V
 
-An operand that is kept quantized takes 4 bytes instead of 2 on a CPU. `model.recompute=full` keeps 2 h a block, and one
-block at a time in full; `selective` keeps the inputs of feed-forward and attention products alone.
+An operand that is kept quantized takes 4 bytes instead of 2 on a CPU, 1 as codes of FP8 tensor cores.
+`model.recompute=full` keeps 2 h a block, and one block at a time in full; `selective` keeps the inputs of feed-forward
+and attention products alone.
 
 Working memory: the largest that one linear's backward pass needs beside all this: its output's gradient, that as both
 GEMMs take it where it is quantized, its input's gradient and the FP32 stand-in of its weight gradient; on a CPU, FP32
@@ -47,17 +49,18 @@ from models.shapes import (
 )
 from nvfp4_train.precision.assignment import LinearPrecision
 from nvfp4_train.precision.fit import ROW_PARALLEL_ROLES
-from nvfp4_train.precision.formats import layout_independent
+from nvfp4_train.precision.formats import FP8_FORMATS, layout_independent
 
 PARAMETER_PARTS = {"weights": 4, "gradients": 4, "moments": 8}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the sizes depend on besides model and recipe. `kernels`: mamba_ssm or torch."""
+    """What the sizes depend on besides model and recipe. `kernels`: mamba_ssm or torch; `native`: FP8 tensor cores."""
 
     cuda: bool = True
     kernels: str = "mamba_ssm"
+    native: bool = False
 
     @property
     def fused(self) -> bool:
@@ -159,13 +162,16 @@ def rank_memory(model: ModelConfig, assignments: Sequence[LinearPrecision], toke
 
 def _value_size(linear: LinearPrecision, gemm: str, operand: str, machine: Machine) -> int:
     """Bytes of one value as a GEMM takes it."""
+    if machine.native and linear.operands[gemm][operand].format in FP8_FORMATS:
+        return 1
     return 4 if not machine.cuda or linear.operands[gemm][operand].format == "fp8_block" else 2
 
 
 def _cached_weight(linear: LinearPrecision, machine: Machine) -> int:
     forward, backward = linear.operands["fprop"]["weight"], linear.operands["dgrad"]["weight"]
     shared = forward == backward and layout_independent(forward)
-    gemms = ("fprop",) if shared else ("fprop", "dgrad")
+    native = machine.native and forward.format in FP8_FORMATS
+    gemms = ("fprop",) if shared and not native else ("fprop", "dgrad")
     return (
         linear.in_features * linear.out_features * sum(_value_size(linear, gemm, "weight", machine) for gemm in gemms)
     )
@@ -191,6 +197,10 @@ def activation_bytes(model: ModelConfig, assignments: Sequence[LinearPrecision],
         for linear in assignments:
             if linear.block is not None and kept_quantized(linear):
                 blocks[linear.block] += 2 * linear.in_features
+    if machine.native and model.recompute == "none":
+        for linear in assignments:
+            if linear.block is not None and kept_quantized_natively(linear):
+                blocks[linear.block] -= linear.in_features
     if model.recompute == "full":
         return ends + 2 * model.hidden_size * num_blocks(model) + max(blocks)
     return ends + sum(blocks)
@@ -202,6 +212,12 @@ def kept_quantized(linear: LinearPrecision) -> bool:
     if forward.format == "bf16":
         return False
     return backward.source == "decoded" or (forward == backward and layout_independent(forward))
+
+
+def kept_quantized_natively(linear: LinearPrecision) -> bool:
+    """Whether the forward pass keeps codes of the input for FP8 tensor cores, made together with fprop's."""
+    forward, backward = linear.operands["fprop"]["input"], linear.operands["wgrad"]["input"]
+    return forward == backward and forward.format in FP8_FORMATS
 
 
 def block_bytes(model: ModelConfig, letter: str, machine: Machine) -> float:

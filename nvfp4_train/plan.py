@@ -26,7 +26,7 @@ from nvfp4_train.layout import model_ranks, tokens_per_step
 from nvfp4_train.memory import Machine, by_recompute, memory
 from nvfp4_train.overrides import find_groups
 from nvfp4_train.precision.assignment import LinearPrecision, assign
-from nvfp4_train.precision.backends import NO_NATIVE_KERNELS
+from nvfp4_train.precision.backends import HOPPER, native_problem, never_runs
 from nvfp4_train.precision.phases import resolve
 from nvfp4_train.precision.recipes import RecipeListing, list_recipes
 from nvfp4_train.precision.report import report, summary
@@ -95,9 +95,9 @@ def _layout_lines(found: dict[str, Any]) -> list[str]:
 
 def _warnings(config: RunConfig) -> list[str]:
     """What can be planned but is refused by `train`, whatever machine it runs on."""
-    if config.precision.backend == "native":
-        return [f"train refuses precision.backend=native: {NO_NATIVE_KERNELS}"]
-    return []
+    backend = config.precision.backend
+    problem = never_runs(config.precision, assign(config.precision, linear_shapes(config.model)))
+    return [] if problem is None else [f"train refuses precision.backend={backend} on any card: {problem}"]
 
 
 def _parameters(config: RunConfig) -> dict[str, Any]:
@@ -127,7 +127,8 @@ def _flops_by_part(config: RunConfig) -> dict[str, int]:
 def _memory(config: RunConfig, assignments: Sequence[LinearPrecision]) -> dict[str, Any]:
     """Bytes on a GPU that holds the whole model; activations of one micro-batch for each kind of recompute."""
     kernels = "torch" if config.model.kernels == "torch" else "mamba_ssm"
-    machine = Machine(cuda=True, kernels=kernels)
+    fp8 = config.precision.backend in ("auto", "native") and native_problem(config.precision, HOPPER) is None
+    machine = Machine(cuda=True, kernels=kernels, native=fp8)
     tokens = config.data.micro_batch * config.data.sequence_length
     found = memory(config.model, assignments, tokens, machine)
     return {

@@ -29,15 +29,19 @@ from models.shapes import (
 )
 from nvfp4_train.checkpoint_files import CheckpointError, Header
 from nvfp4_train.config import RunConfig
+from nvfp4_train.devices import check_memory
 from nvfp4_train.distributed import World, gather, largest_over_stage
-from nvfp4_train.layout import phase_steps, tokens_per_step
+from nvfp4_train.layout import choose_backend, phase_steps, tokens_per_step
 from nvfp4_train.precision.assignment import LinearPrecision, assign
+from nvfp4_train.precision.backends import Backend
 from nvfp4_train.precision.linear import QuantizedColumnParallelLinear, QuantizedRowParallelLinear, attach
 from nvfp4_train.precision.phases import PassSchedule, resolve
 from nvfp4_train.precision.report import report, summary
 from nvfp4_train.precision.runtime import PrecisionRuntime
 from nvfp4_train.precision.selftest import self_test
 from nvfp4_train.precision.shards import Axis
+from nvfp4_train.precision.te_linear import TeLinears
+from nvfp4_train.precision.te_recipes import map_linears
 from nvfp4_train.storage import write_atomic
 
 Say = Callable[[str], None]
@@ -53,6 +57,7 @@ class QuantizedModel:
         assignments: what was decided for every linear of the whole model.
         passes: which passes run in the recipe at which step.
         report: the precision report, for `precision.json`.
+        backend: who multiplies.
     """
 
     chunks: list[Any]
@@ -60,6 +65,7 @@ class QuantizedModel:
     assignments: tuple[LinearPrecision, ...]
     passes: PassSchedule
     report: dict[str, Any]
+    backend: Backend
 
 
 def open_datasets(config: RunConfig, say: Say, start: Header | None = None, *, resumed: bool = False) -> Datasets:
@@ -119,12 +125,15 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
     flops = flops_per_token(config.model, config.data.sequence_length).training
     passes = resolve(config.precision.phases, config.steps, tokens_per_step(config))
     assignments = assign(config.precision, linear_shapes(config.model), parallel.tensor)
+    backend = choose_backend(config, compute_capability(world.device))
+    check_memory(config, assignments, backend.name, world.device)
+    native = backend.name == "native"
     runtime = PrecisionRuntime(
-        config.seed, fuse_wgrad=config.optimizer.fuse_wgrad, amax_history=config.precision.amax_history
+        config.seed, fuse_wgrad=config.optimizer.fuse_wgrad, amax_history=config.precision.amax_history, native=native
     )
     runtime.amax_reduce = largest_over_stage
     runtime.token_axis = token_axis
-    tested = self_test(assignments, world.device)
+    tested = self_test(assignments, world.device, native)
     chunks = [
         build_model(
             config.model,
@@ -141,11 +150,15 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
         )
         for number in range(parallel.virtual_pipeline)
     ]
-    attach({name: linear for chunk in chunks for name, linear in named_linears(chunk).items()}, assignments, runtime)
+    te_linears = None
+    if backend.name == "transformer_engine":
+        te_linears = TeLinears(map_linears(config.precision, assignments).recipes, runtime)
+    linears = {name: linear for chunk in chunks for name, linear in named_linears(chunk).items()}
+    attach(linears, assignments, runtime, te_linears)
     for chunk in chunks:
         chunk.config.calculate_per_token_loss = True
         chunk.config.finalize_model_grads_func = finalize_model_grads
-    full_report = report(config.precision, assignments, flops, passes, "emulated")
+    full_report = report(config.precision, assignments, flops, passes, backend.name)
     padded = padded_vocab_size(config.model)
     say(
         f"model {config.model.pattern}: {count_parameters(config.model):,} parameters, "
@@ -156,7 +169,7 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
         say(line)
     combinations = "1 combination" if tested == 1 else f"{tested} combinations"
     say(f"start-up test passed: {combinations} of formats, all three GEMMs, on {device_name(world.device)}")
-    return QuantizedModel(chunks, runtime, assignments, passes, full_report)
+    return QuantizedModel(chunks, runtime, assignments, passes, full_report, backend)
 
 
 def token_axis(tokens: int) -> Axis | None:

@@ -48,6 +48,9 @@ FORMATS = {
     "fp8_delayed": Format(None, ("e4m3", "e5m2")),
 }
 
+# Formats of eight bits whose scales are FP32: what FP8 tensor cores multiply without Transformer Engine.
+FP8_FORMATS = ("fp8_block", "fp8_current", "fp8_delayed")
+
 # Largest finite magnitude of each element type.
 ELEMENT_MAX = {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}
 

@@ -10,6 +10,9 @@ On a GPU both happen inside the GEMM, which reads its factor from device memory 
 one number, the product of both scales, and so must be one FP32 can hold: below 2^-126 it loses bits. Operands whose
 largest magnitudes multiply to 1e-31 would come there; a training step's gradients are far from it.
 
+Where the hardware multiplies FP8 itself, operands come as float8 codes with their scales (`kernels/fp8_launch.py`), and
+the product is the emulated one up to the order of the sum.
+
 On a CPU BF16 GEMMs are slow and the accumulator is not FP32 everywhere; values are FP32 there and the products are
 the same.
 """
@@ -20,6 +23,9 @@ import torch
 from torch import Tensor
 
 from nvfp4_train.precision.kernels import cublaslt
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP8_ALIGNMENT = 16  # bytes, of every matrix of an FP8 GEMM
 
 
 def gemm(
@@ -35,10 +41,10 @@ def gemm(
     """a b, times both scales and plus the bias in FP32, rounded once to `dtype`.
 
     Args:
-        a: values [M, K], any strides; FP32, or BF16 on CUDA.
+        a: values [M, K], any strides; FP32, or BF16 on CUDA. Or float8 codes, K contiguous.
         b: values [K, N], likewise.
-        scale_a: FP32; 0-d for the tensor or [M] for its rows; None for 1.
-        scale_b: FP32; 0-d for the tensor or [N] for the columns; None for 1.
+        scale_a: FP32; 0-d for the tensor or [M] for its rows; None for 1. Of codes: as `fp8_launch` makes them.
+        scale_b: FP32; 0-d for the tensor or [N] for the columns; None for 1. Of codes: likewise.
         bias: [N] or None.
         dtype: of the result, bfloat16 or float32.
         add_to: FP32 [M, N] to which an FP32 result is added in place (a gradient buffer), or None.
@@ -46,6 +52,10 @@ def gemm(
     Returns:
         [M, N]; `add_to` itself where it is given.
     """
+    if a.dtype in FP8:
+        assert scale_a is not None
+        assert scale_b is not None
+        return _fp8(a, b, scale_a, scale_b, bias, dtype, add_to)
     factors = [] if scale_a is None else [scale_a[:, None] if scale_a.dim() == 1 else scale_a]
     factors += [] if scale_b is None else [scale_b]
     half = a.dtype == torch.bfloat16 and b.dtype == torch.bfloat16
@@ -75,6 +85,26 @@ def _scaled_inside(a: Tensor, b: Tensor, factors: list[Tensor], dtype: torch.dty
     return cublaslt.scaled_mm(
         a, b, scale, transpose_a=transposed[0], transpose_b=transposed[1], out=out, accumulate=add_to is not None
     )
+
+
+def _fp8(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    add_to: Tensor | None,
+) -> Tensor:
+    """The whole of `gemm` for float8 codes; a bias is added to the FP32 product."""
+    in_place = add_to is not None and add_to.data_ptr() % _FP8_ALIGNMENT == 0
+    accumulated = torch.float32 if bias is not None else dtype
+    out = add_to if in_place else torch.empty(a.shape[0], b.shape[1], dtype=accumulated, device=a.device)
+    assert out is not None
+    cublaslt.fp8_mm(a, b.t(), scale_a, scale_b, out=out, accumulate=in_place)
+    if bias is not None:
+        return out.add_(bias).to(dtype)
+    return out if add_to is None or in_place else add_to.add_(out)
 
 
 def _product(a: Tensor, b: Tensor, half: bool) -> Tensor:

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
@@ -23,6 +28,7 @@ from nvfp4_train.precision.three_gemms import Factor, ThreeGemms
 
 if TYPE_CHECKING:
     from nvfp4_train.precision.assignment import LinearPrecision
+    from nvfp4_train.precision.te_linear import TeLinear, TeLinears
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -62,7 +68,7 @@ class _QuantizedLinear(torch.autograd.Function):
 
         dx = dw = db = work = None
         if for_dx is not None:
-            partial = gemms.input_gradient(for_dx, weight, call)
+            partial = gemms.input_gradient(for_dx, weight, call, len(dy_tokens))
             dx, work = _reduced(ctx, partial.view(*dy.shape[:-1], partial.shape[-1]))
         if for_dw is not None:  # while the reduction of dX is under way
             if ctx.format == "bf16":
@@ -114,6 +120,7 @@ class _ThreeGemmMixin:
     """`_forward_impl` for both kinds of Megatron's linears."""
 
     gemms: ThreeGemms | None = None
+    transformer_engine: TeLinear | None = None
 
     def _forward_impl(
         self,
@@ -136,10 +143,31 @@ class _ThreeGemmMixin:
         assert gtp_remat_size == 1, "rematerialized weights are not supported"
         assert input.dtype == torch.bfloat16, f"{self.gemms.name}: activations are BF16, got {input.dtype}"
         assert weight.dtype == torch.float32, f"{self.gemms.name}: weights are FP32, got {weight.dtype}"
+        if self.transformer_engine is not None:
+            call = self.gemms.runtime.call()
+            if "recipe" in call.passes:
+                return self._by_transformer_engine(input, bias, call, allreduce_dgrad, sequence_parallel, tp_group)
         trains = torch.is_grad_enabled() and weight.requires_grad  # no backward pass follows recompute's first forward
         return _QuantizedLinear.apply(
             input, weight, bias, self.gemms, allreduce_dgrad, sequence_parallel, tp_group, trains
         )
+
+    def _by_transformer_engine(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        call: Call,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        assert self.transformer_engine is not None
+        if sequence_parallel:
+            x = gather_from_sequence_parallel_region(x, group=tp_group)
+        elif allreduce_dgrad:
+            x = copy_to_tensor_model_parallel_region(x, group=tp_group)
+        y = self.transformer_engine(x, call)
+        return y if bias is None else y + bias
 
     def extra_repr(self) -> str:
         """Megatron's line, and the format of each GEMM."""
@@ -157,7 +185,10 @@ class QuantizedRowParallelLinear(_ThreeGemmMixin, RowParallelLinear):
 
 
 def attach(
-    linears: Mapping[str, torch.nn.Module], assignments: Iterable[LinearPrecision], runtime: PrecisionRuntime
+    linears: Mapping[str, torch.nn.Module],
+    assignments: Iterable[LinearPrecision],
+    runtime: PrecisionRuntime,
+    te_linears: TeLinears | None = None,
 ) -> None:
     """Give every linear of this process its precision: once, after the model is built, before the first forward pass.
 
@@ -165,6 +196,7 @@ def attach(
         linears: global name -> module, all that this process holds.
         assignments: of all linears of the model, in any order.
         runtime: shared by all of them.
+        te_linears: makes those that Transformer Engine runs.
     """
     by_name = {assignment.name: assignment for assignment in assignments}
     delayed: list[str] = []
@@ -175,7 +207,9 @@ def attach(
         sizes = (module.input_size, module.output_size)
         assert sizes == (precision.in_features, precision.out_features), f"{name}: {sizes} is not what was assigned"
         module.gemms = ThreeGemms(precision, runtime, weight_shard(module))
-        delayed += module.gemms.delayed_tensors()
+        module.transformer_engine = None if te_linears is None else te_linears.make(precision, module)
+        if module.transformer_engine is None:
+            delayed += module.gemms.delayed_tensors()
     runtime.expect(linears)
     runtime.random_states = lambda: get_cuda_rng_tracker().states_
     if delayed:

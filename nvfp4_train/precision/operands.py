@@ -3,6 +3,9 @@
 `quantizer.quantize_values` is the definition. On a GPU kernels with the same bits stand in for it where they know the
 spec, and make two operands of one tensor from one read: a linear's input is quantized along features and along tokens,
 and so is the gradient of its output.
+
+`native` operands are what FP8 tensor cores read: codes in place of values. They are in the layout of x too, with the
+contracted dimension contiguous in memory, filled up with zero rows to whole blocks of tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from nvfp4_train.precision.config import QuantSpec
+from nvfp4_train.precision.formats import FP8_FORMATS
 from nvfp4_train.precision.quantizer import Values, quantize_values
 from nvfp4_train.precision.shards import WHOLE, Shard
 
@@ -26,8 +30,12 @@ def quantize_operand(
     sign_key: int | None,
     block_scales: bool,
     shard: Shard = WHOLE,
+    native: bool = False,
 ) -> Values:
     """`quantize_values`; the kernels are passed by where `block_scales` are wanted, which they do not hand out."""
+    if native:
+        rows, columns = (spec, None) if axis == 1 else (None, spec)
+        return _values(_fp8_launch().quantize_codes(x.contiguous(), rows, columns, amax, shard)[1 - axis], axis)
     if x.is_cuda and amax is None and not block_scales:
         launch = _launch()
         if launch.serves(x, spec, axis, shard):
@@ -35,8 +43,10 @@ def quantize_operand(
     return quantize_values(x, spec, key=key, axis=axis, amax=amax, sign_key=sign_key, shard=shard)
 
 
-def made_together(x: Tensor, rows: QuantSpec, columns: QuantSpec, shard: Shard = WHOLE) -> bool:
+def made_together(x: Tensor, rows: QuantSpec, columns: QuantSpec, shard: Shard = WHOLE, native: bool = False) -> bool:
     """Whether `quantize_both` takes x with these specs."""
+    if native:
+        return rows == columns and rows.format in FP8_FORMATS
     if not x.is_cuda or any(spec.tile is not None and spec.tile[0] > 1 for spec in (rows, columns)):
         return False
     launch = _launch()
@@ -44,7 +54,15 @@ def made_together(x: Tensor, rows: QuantSpec, columns: QuantSpec, shard: Shard =
 
 
 def quantize_both(
-    x: Tensor, rows: QuantSpec, columns: QuantSpec, row_key: int, column_key: int, shard: Shard = WHOLE
+    x: Tensor,
+    rows: QuantSpec,
+    columns: QuantSpec,
+    row_key: int = 0,
+    column_key: int = 0,
+    shard: Shard = WHOLE,
+    *,
+    amax: Tensor | None = None,
+    native: bool = False,
 ) -> tuple[Values, Values]:
     """x [M, N] as an operand contracted over N and as one contracted over M, from one read.
 
@@ -52,9 +70,17 @@ def quantize_both(
         rows, columns: of the two; `made_together`.
         row_key, column_key: their 64-bit keys of stochastic rounding.
         shard: which part of a matrix x is.
+        amax: what a delayed scale follows.
     """
+    if native:
+        made = _fp8_launch().quantize_codes(x.contiguous(), rows, columns, amax, shard)
+        return _values(made[0], 1), _values(made[1], 0)
     first, second = _launch().quantize_rows_and_columns(x.contiguous(), rows, columns, row_key, column_key, shard)
     return Values(*first), Values(*second)
+
+
+def _values(codes: Any, axis: int) -> Values:
+    return Values(codes.values, codes.scale, codes.amax, axis=axis)
 
 
 def _launch() -> Any:
@@ -62,3 +88,9 @@ def _launch() -> Any:
     from nvfp4_train.precision.kernels import launch
 
     return launch
+
+
+def _fp8_launch() -> Any:
+    from nvfp4_train.precision.kernels import fp8_launch
+
+    return fp8_launch

@@ -16,7 +16,7 @@ recomputes, and puts back the current ones after.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -61,20 +61,29 @@ class PrecisionRuntime:
         fuse_wgrad: add weight gradients straight into `weight.main_grad` where a parameter has one.
         cache_weights: quantize weights once per step; off, at every use (same numbers, for tests).
         amax_history: steps that delayed scaling looks back.
+        native: FP8 GEMMs run on FP8 tensor cores.
 
     Attributes:
         sample_health: set it before a step to measure quantization health on the step's first micro-batch.
         amax_reduce: takes FP32 amaxes to their maximum over ranks, in place; None with one rank. It sees the amaxes
             of delayed scaling, once a step and all together, so every rank of its group must hold the same linears.
         token_axis: where the given number of tokens of this rank lie in the micro-batch; None where they are all of it.
+        microbatch_scope: makes a context that is entered for each micro-batch, until the next one or the step's end.
         random_states: the mapping in which activation recompute saves and restores random states; `attach` points it
             to Megatron's.
     """
 
     def __init__(
-        self, seed: int, *, fuse_wgrad: bool = False, cache_weights: bool = True, amax_history: int = 1024
+        self,
+        seed: int,
+        *,
+        fuse_wgrad: bool = False,
+        cache_weights: bool = True,
+        amax_history: int = 1024,
+        native: bool = False,
     ) -> None:
         self.seed = seed
+        self.native = native
         self.fuse_wgrad = fuse_wgrad
         self.cache_weights = cache_weights
         self.amax_history = amax_history
@@ -83,6 +92,8 @@ class PrecisionRuntime:
         self.token_axis: Callable[[int], Axis | None] = lambda tokens: None
         self.health = HealthSample()
         self.histories: AmaxHistories | None = None
+        self.microbatch_scope: Callable[[], AbstractContextManager[Any]] | None = None
+        self._scope = ExitStack()
         self.epoch = 0
         self.observing = False
         self.step: int | None = None
@@ -117,12 +128,16 @@ class PrecisionRuntime:
         if self.observing:
             self._began.add(index)
         self.random_states()[MICROBATCH_STATE] = torch.tensor(index)
+        if self.microbatch_scope is not None:
+            self._scope.close()
+            self._scope.enter_context(self.microbatch_scope())
 
     def end_step(self, skipped: bool = False) -> None:
         """All forward and backward passes of the step are done: delayed scaling takes the step's amaxes over.
 
         A `skipped` step (gradients not finite, no update) leaves the histories as they were.
         """
+        self._scope.close()
         if self.histories is not None:
             if skipped:
                 self.histories.drop_step()

@@ -36,12 +36,13 @@ class Products(NamedTuple):
     wgrad: Tensor
 
 
-def self_test(assignments: Iterable[LinearPrecision], device: torch.device | str) -> int:
+def self_test(assignments: Iterable[LinearPrecision], device: torch.device | str, native: bool = False) -> int:
     """Try the GEMMs of a run on its device.
 
     Args:
         assignments: of the linears that will run.
         device: where.
+        native: FP8 GEMMs run on its FP8 tensor cores; the reference emulates them.
 
     Returns:
         How many distinct sets of operands were tried.
@@ -62,15 +63,15 @@ def self_test(assignments: Iterable[LinearPrecision], device: torch.device | str
         for gemm in small.operands:
             _compare(gemm, small, reference, exact, _allowed(gemm, small), "CPU", "plain float64")
         if device.type != "cpu":
-            found = _run(small, x.to(device), w.to(device), dy.to(device))
+            found = _run(small, x.to(device), w.to(device), dy.to(device), native)
             for gemm in small.operands:
                 _compare(gemm, small, found, reference, _SAME, name, "the reference on the CPU")
     return len(distinct)
 
 
-def _run(precision: LinearPrecision, x: Tensor, w: Tensor, dy: Tensor) -> Products:
+def _run(precision: LinearPrecision, x: Tensor, w: Tensor, dy: Tensor, native: bool = False) -> Products:
     """One forward and backward pass outside of any module."""
-    runtime = PrecisionRuntime(seed=0)
+    runtime = PrecisionRuntime(seed=0, native=native)
     gemms = ThreeGemms(precision, runtime)
     runtime.histories = AmaxHistories(gemms.delayed_tensors(), 1, x.device)
     runtime.expect([precision.name])

@@ -6,10 +6,14 @@ The weight parameter is FP32, X and dY are BF16 [tokens, features], Y and dX com
 operand is quantized from the high-precision tensor along the contraction of its own GEMM, unless its source says
 `decoded`: then from the values the forward GEMM multiplied. Nothing is transposed in memory: an operand contracted
 over its first dimension is quantized along it and keeps its layout.
+
+Natively, where the tensor cores multiply FP8 themselves, the same operands are codes in place of values; what they are
+made of and when is the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,9 +22,10 @@ from torch import Tensor
 
 from nvfp4_train.precision.assignment import LinearPrecision
 from nvfp4_train.precision.config import Operand, QuantSpec
-from nvfp4_train.precision.formats import layout_independent
+from nvfp4_train.precision.formats import FP8_FORMATS, layout_independent
 from nvfp4_train.precision.gemm import gemm
 from nvfp4_train.precision.operands import made_together, quantize_both, quantize_operand
+from nvfp4_train.precision.quantizer import quantize_values
 from nvfp4_train.precision.rounding import element_key
 from nvfp4_train.precision.runtime import Call, PrecisionRuntime
 from nvfp4_train.precision.shards import WHOLE, Axis, Shard
@@ -33,8 +38,8 @@ class Factor(NamedTuple):
     """One of the two factors of a GEMM: `values * scale`.
 
     Attributes:
-        values: as the GEMM takes them.
-        scale: FP32, 0-d or one for each row of the operand; None for 1.
+        values: as the GEMM takes them; float8 codes of a native operand, whose tokens are filled up to whole blocks.
+        scale: FP32, 0-d or one for each row of the operand; None for 1. Of codes: as `gemm` takes them.
         format: of the values; what is written down as having run.
     """
 
@@ -55,6 +60,10 @@ def is_random(spec: QuantSpec) -> bool:
     return spec.rounding == "stochastic" or spec.signs == "fresh" or spec.correction is not None
 
 
+def _is_fp8(operands: Iterable[Operand]) -> bool:
+    return all(operand.format in FP8_FORMATS for operand in operands)
+
+
 class ThreeGemms:
     """One linear's GEMMs, its quantized weights, and its part in the runtime's books.
 
@@ -70,6 +79,7 @@ class ThreeGemms:
         self.runtime = runtime
         self._operands = precision.operands
         self._weight_shard = weight_shard
+        self._native = {gemm for gemm, pair in precision.operands.items() if runtime.native and _is_fp8(pair.values())}
         self._weights = WeightCache()
 
     def delayed_tensors(self) -> list[str]:
@@ -97,12 +107,12 @@ class ThreeGemms:
         both = self._both(x, ("fprop", "input"), ("wgrad", "input"), call) if for_wgrad else None
         inputs = self._quantize(x, "fprop", "input", 1, call) if both is None else both[0]
         weights = self._weight(weight, "fprop", 1, call)
-        y = gemm(inputs.values, weights.values.t(), scale_a=inputs.scale, scale_b=weights.scale, bias=bias)
+        y = gemm(inputs.values, weights.values.t(), scale_a=inputs.scale, scale_b=weights.scale, bias=bias)[: len(x)]
         self._record("fprop", inputs, weights, call)
         if both is not None:
             return y, both[1]
         backward = self._operand("wgrad", "input", call)
-        shared = backward == operand and layout_independent(operand)
+        shared = backward == operand and layout_independent(operand) and not self._native
         if inputs.format != "bf16" and (shared or backward.source == "decoded"):
             return y, inputs
         return y, Factor(x, None, "bf16")
@@ -116,15 +126,16 @@ class ThreeGemms:
         if not wgrad:
             return along_out, None
         operand = self._operand("wgrad", "gradient", call)
-        if along_out and operand == self._operand("dgrad", "gradient", call) and layout_independent(operand):
+        same = operand == self._operand("dgrad", "gradient", call) and layout_independent(operand)
+        if along_out and same and not self._native:
             return along_out, along_out
         return along_out, self._quantize(dy, "wgrad", "gradient", 0, call)
 
-    def input_gradient(self, gradient: Factor, weight: Tensor, call: Call) -> Tensor:
-        """dX = dY W, [tokens, in] BF16."""
+    def input_gradient(self, gradient: Factor, weight: Tensor, call: Call, tokens: int | None = None) -> Tensor:
+        """dX = dY W, [tokens, in] BF16; `tokens` where the gradient may have been filled up."""
         weights = self._weight(weight, "dgrad", 0, call)
         self._record("dgrad", gradient, weights, call)
-        return gemm(gradient.values, weights.values, scale_a=gradient.scale, scale_b=weights.scale)
+        return gemm(gradient.values, weights.values, scale_a=gradient.scale, scale_b=weights.scale)[:tokens]
 
     def weight_gradient(self, gradient: Factor, kept: Factor, call: Call, add_to: Tensor | None) -> Tensor:
         """dW = dY^T X, [out, in] FP32; added to the buffer `add_to` in place where one is given."""
@@ -163,6 +174,7 @@ class ThreeGemms:
         sign_key = self._key(f"{gemm_name}.signs", call) if operand.signs == "fresh" else 0
         name = f"{self.name}.{kind}"
         amax = self.runtime.delayed_amax(name) if operand.format == "fp8_delayed" else None
+        native, shard = gemm_name in self._native, self._shard(kind, len(x))
         values = quantize_operand(
             x,
             operand,
@@ -171,12 +183,14 @@ class ThreeGemms:
             amax=amax,
             sign_key=sign_key,
             block_scales=call.sampled,
-            shard=self._shard(kind, len(x)),
+            shard=shard,
+            native=native,
         )
         if amax is not None:
             self.runtime.record_amax(name, values.amax, call)
         if call.sampled:
-            self.runtime.health.operand(self.name, f"{gemm_name}_{kind}", x, operand, values, axis, sign_key)
+            seen = quantize_values(x, operand, axis=axis, amax=amax, shard=shard) if native else values
+            self.runtime.health.operand(self.name, f"{gemm_name}_{kind}", x, operand, seen, axis, sign_key)
         return Factor(values.values, values.scale, operand.format)
 
     def _both(
@@ -187,9 +201,12 @@ class ThreeGemms:
         """
         specs = self._operand(*rows, call), self._operand(*columns, call)
         shard = self._shard(rows[1], len(x))
+        native = rows[0] in self._native and columns[0] in self._native
         decoded = any(spec.source == "decoded" for spec in specs)
-        if call.sampled or call.evaluating or decoded or not made_together(x, *specs, shard):
+        if call.sampled or call.evaluating or decoded or not made_together(x, *specs, shard, native):
             return None
+        if native:
+            return self._both_layouts(x, specs[0], rows[1], call)
         row_key, column_key = (
             self._key(".".join(names), call) if is_random(spec) else 0
             for names, spec in zip((rows, columns), specs, strict=True)
@@ -197,9 +214,21 @@ class ThreeGemms:
         first, second = quantize_both(x, *specs, row_key, column_key, shard)
         return Factor(first.values, first.scale, specs[0].format), Factor(second.values, second.scale, specs[1].format)
 
+    def _both_layouts(self, x: Tensor, spec: Operand, kind: str, call: Call) -> tuple[Factor, Factor]:
+        """Codes of x, contracted over axis 1 and over axis 0, by the same spec."""
+        name = f"{self.name}.{kind}"
+        amax = self.runtime.delayed_amax(name) if spec.format == "fp8_delayed" else None
+        first, second = quantize_both(x, spec, spec, shard=self._shard(kind, len(x)), amax=amax, native=True)
+        if amax is not None:
+            self.runtime.record_amax(name, first.amax, call)
+        return Factor(first.values, first.scale, spec.format), Factor(second.values, second.scale, spec.format)
+
     def _weight(self, weight: Tensor, gemm_name: str, axis: int, call: Call) -> Factor:
         """The weight as a factor, contracted over `axis`; once a step unless it depends on the micro-batch's bits."""
         operand = self._operand(gemm_name, "weight", call)
+        native = gemm_name in self._native and operand.format in FP8_FORMATS
+        if native and layout_independent(operand) and not call.sampled:
+            return self._weight_layouts(weight, operand, call)[1 - axis]
 
         def make() -> Factor:
             source = weight.detach()
@@ -209,8 +238,18 @@ class ThreeGemms:
 
         if is_random(operand) or not self.runtime.cache_weights:
             return make()
-        key = (operand, 1 if layout_independent(operand) else axis)
+        key = (operand, 1 if layout_independent(operand) and not native else axis)
         return self._weights.get(weight, self.runtime.epoch, key, make)
+
+    def _weight_layouts(self, weight: Tensor, operand: Operand, call: Call) -> tuple[Factor, Factor]:
+        """The weight's codes for fprop and for dgrad, from one read."""
+
+        def make() -> tuple[Factor, Factor]:
+            return self._both_layouts(weight.detach(), operand, "weight", call)
+
+        if not self.runtime.cache_weights:
+            return make()
+        return self._weights.get(weight, self.runtime.epoch, (operand, "both"), make)
 
     def _kept(self, kept: Factor, call: Call) -> Factor:
         """What the forward pass kept of X, as wgrad's factor."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LETTERS = ("M", "-", "*")
 ROLES = ("in_proj", "out_proj", "qkv", "proj", "fc1", "fc2", "output")
 PASSES = ("bf16", "recipe")
-BACKENDS = ("auto", "emulated", "native")
+BACKENDS = ("auto", "emulated", "native", "transformer_engine")
 KNOBS = ("rotation", "gradient_rounding", "weight_tile", "four_over_six")
 DEFAULT_AMAX_HISTORY = 1024
 

@@ -14,7 +14,7 @@ from nvfp4_train.exits import ExitCode
 
 MAMBA, CONV, ENGINE = EXTENSIONS
 SYMBOL = "ImportError: selective_scan_cuda.cpython-312-x86_64-linux-gnu.so: undefined symbol: _ZN3c104cuda9SetDeviceEa"
-TORCH = {"version": "2.11.0+cpu", "cuda": None, "devices": [], "problem": "no driver"}
+TORCH = {"version": "2.11.0+cpu", "cuda": None, "devices": [], "problem": "no driver", "archs": []}
 
 
 def install(folder: Path, name: str, version: str, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
@@ -130,8 +130,53 @@ def test_a_gpu_is_named_with_what_it_multiplies(
     assert diagnosis(monkeypatch, torch=Probe(json.dumps(device), None)) == ExitCode.DONE
     out = capsys.readouterr().out
     assert "NVIDIA H200, compute capability 9.0, 150 GiB" in out
-    assert "multiplies by itself: bf16, fp8_current, fp8_delayed, fp8_block" in out
+    assert "native, by this package: fp8_current, fp8_delayed, fp8_block" in out
+    assert "native, through Transformer Engine: none here" in out
     assert "nvfp4 from 10.0" in out
+
+
+def test_what_blackwell_multiplies_and_through_what() -> None:
+    for engine, once in ((True, ""), (False, " once it can be imported")):
+        lines = doctor.check_recipes((10, 0), engine)
+        assert "native, by this package: fp8_current, fp8_delayed" in lines
+        assert f"native, through Transformer Engine: mxfp8, mxfp4, nvfp4{once}" in lines
+        assert lines[-1] == "compute capabilities needed natively: fp8_block from 9.0"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"version": "2.11.0+cpu"}, "built without CUDA"),
+        (
+            {"cuda": "13.0", "problem": "The NVIDIA driver on your system is too old"},
+            "driver on your system is too old",
+        ),
+        (
+            {"cuda": "13.0", "devices": [["Old GPU", 7, 0, 2**34]], "archs": ["sm_80", "sm_90a"]},
+            "has no kernels for Old",
+        ),
+        (
+            {"cuda": "13.0", "devices": [["New GPU", 10, 0, 2**34]], "archs": ["sm_80", "sm_90"]},
+            "has no kernels for New",
+        ),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: dict[str, object], words: str
+) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    assert diagnosis(monkeypatch, torch=Probe(json.dumps({**TORCH, **answer}), None)) == ExitCode.MISTAKE
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"), [((8, 9), "sm_80"), ((12, 0), "compute_90"), ((9, 0), "sm_90a"), ((12, 0), "sm_120")]
+)
+def test_kernels_run_on_later_cards_of_their_generation_or_are_compiled_there(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str
+) -> None:
+    device = {**TORCH, "cuda": "13.0", "devices": [["GPU", *capability, 2**34]], "archs": ["sm_70", arch]}
+    assert diagnosis(monkeypatch, torch=Probe(json.dumps(device), None)) == ExitCode.DONE
 
 
 def test_what_is_broken_is_exit_code_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

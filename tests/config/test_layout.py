@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from models.config import ModelError
+from nvfp4_train import layout
 from nvfp4_train.compose import compose, replaced
 from nvfp4_train.config import ConfigError, RunConfig
 from nvfp4_train.layout import check_layout, check_run, choose_backend, tokens_per_step
+from nvfp4_train.precision.backends import TransformerEngine
 from nvfp4_train.precision.config import PrecisionError
 
 
@@ -103,19 +105,21 @@ def test_a_run_that_can_be_trained(base: RunConfig) -> None:
 def test_a_recipe_that_cannot_run_natively_names_both_capabilities(
     base: RunConfig, capability: tuple[int, int] | None
 ) -> None:
-    native = replaced(base, {"precision.backend": "native"}).precision
     with pytest.raises(PrecisionError) as error:
-        choose_backend(native, capability)
+        choose_backend(replaced(base, {"precision.backend": "native"}), capability)
     message = str(error.value)
     here = "no CUDA device" if capability is None else f"{capability[0]}.{capability[1]}"
     for word in ("nvfp4", "compute capability 10.0", here, "precision.backend=emulated"):
         assert word in message
 
 
-def test_native_kernels_that_are_not_there_yet_are_no_silent_emulation(base: RunConfig) -> None:
-    native = replaced(base, {"precision.backend": "native"}).precision
-    with pytest.raises(PrecisionError, match="not there yet"):
-        choose_backend(native, (10, 0))
-    for backend in ("auto", "emulated"):
-        line = choose_backend(replaced(base, {"precision.backend": backend}).precision, (10, 0))
-        assert "emulated" in line
+def test_what_is_not_installed_is_no_silent_emulation(base: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_find_transformer_engine", lambda: TransformerEngine(None, None))
+    with pytest.raises(PrecisionError, match="Transformer Engine is not installed"):
+        choose_backend(replaced(base, {"precision.backend": "native"}), (10, 0))
+    assert choose_backend(replaced(base, {"precision.backend": "emulated"}), (10, 0)) == ("emulated", "as asked")
+    name, why = choose_backend(replaced(base, {"precision.backend": "auto"}), (10, 0))
+    assert name == "emulated"
+    assert "not installed" in why
+    monkeypatch.setattr(layout, "_find_transformer_engine", lambda: TransformerEngine("2.20.2", None))
+    assert choose_backend(base, (10, 0)) == ("transformer_engine", "native through Transformer Engine 2.20.2")

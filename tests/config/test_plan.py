@@ -170,18 +170,13 @@ def test_the_text_names_what_people_ask_for(capsys: pytest.CaptureFixture[str]) 
         assert word in out
 
 
-def test_a_backend_that_training_refuses_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    said = (
-        "train refuses precision.backend=native: native kernels are not there yet. "
-        "Write precision.backend=emulated: the same numbers, slower."
-    )
-    assert plan_module.main(["precision.backend=native"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"warning: {said}"
-    for backend, warnings in (("native", [said]), ("emulated", []), ("auto", [])):
-        assert plan_module.main(["--json", f"precision.backend={backend}"]) == 0
-        assert json.loads(capsys.readouterr().out)["warnings"] == warnings
-    assert plan_module.main([]) == 0
-    assert "warning" not in capsys.readouterr().out
+def test_a_backend_that_no_card_has_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    start = "train refuses precision.backend=native on any card: Transformer Engine cannot express mxfp4 "
+    assert plan_module.main(["precision=mxfp4", "precision.backend=native"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"warning: {start}")
+    for overrides in (["precision=mxfp4"], ["precision=nvfp4", "precision.backend=native"]):
+        assert plan_module.main(["--json", *overrides]) == 0
+        assert json.loads(capsys.readouterr().out)["warnings"] == []
 
 
 def test_what_cannot_be_trained_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:

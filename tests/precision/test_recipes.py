@@ -12,7 +12,7 @@ import yaml
 
 from nvfp4_train.compose import compose_precision
 from nvfp4_train.precision.assignment import assign
-from nvfp4_train.precision.backends import NATIVE_SINCE, backend_support
+from nvfp4_train.precision.backends import NATIVE_SINCE
 from nvfp4_train.precision.config import Operand, PrecisionError
 from nvfp4_train.precision.recipes import CONFIG_DIR, Gemms, list_recipes, standard_gemms
 from nvfp4_train.precision.validation import KNOBS
@@ -163,38 +163,3 @@ def test_reading_recipes_needs_no_torch() -> None:
     modules = "recipes, assignment, phases, report, backends"
     code = f"import sys; from nvfp4_train.precision import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=CONFIG_DIR.parent)
-
-
-@pytest.mark.parametrize(
-    ("name", "capability", "needed"),
-    [
-        ("bf16", (8, 0), None),
-        ("fp8_current", (8, 9), None),
-        ("fp8_delayed", (8, 0), "8.9"),
-        ("fp8_block", (9, 0), None),
-        ("fp8_block", (8, 9), "9.0"),
-        ("mxfp8", (9, 0), "10.0"),
-        ("nvfp4", (10, 0), None),
-        ("nvfp4", (9, 0), "10.0"),
-        ("nvfp4", None, "10.0"),
-        ("quartet2", (12, 0), None),
-        ("nvfp4_fwd_bf16_bwd", (9, 0), "10.0"),
-    ],
-)
-def test_native_needs_a_compute_capability(name: str, capability: tuple[int, int] | None, needed: str | None) -> None:
-    message = backend_support(recipe(name), capability)
-    if needed is None:
-        assert message is None
-        return
-    assert message is not None
-    here = "no CUDA device" if capability is None else f"{capability[0]}.{capability[1]}"
-    for part in (name, f"needs compute capability {needed}", here, "precision.backend=emulated"):
-        assert part in message
-    assert ("fp8_block" in message) == (name == "fp8_block" or capability == (9, 0))
-
-
-def test_native_counts_what_rules_ask_for() -> None:
-    config = recipe("fp8_current", "rules=[{role: fc1, format: nvfp4}]")
-    message = backend_support(config, (9, 0))
-    assert message is not None
-    assert "nvfp4 needs compute capability 10.0" in message

@@ -136,9 +136,7 @@ def quantize_square(w: Tensor, shard: Shard = WHOLE) -> Made:
     """Quantize contiguous w [M, N], FP32 or BF16, in 16x16 tiles; M and N multiples of 16. Serves both contractions."""
     height, width = w.shape
     amax, scales = _buffers(w)
-    block = min(_WEIGHT_AMAX.block, triton.next_power_of_2(w.numel()))
-    grid = (triton.cdiv(w.numel(), block),)
-    nvfp4.weight_amax_kernel[grid](w, amax, w.numel(), block, num_warps=_WEIGHT_AMAX.warps, **_EXACT)
+    enter_amax(w, amax)
     take_largest(amax, shard)
     out = torch.empty_like(w, dtype=torch.bfloat16)
     block = min(_WEIGHT_VALUES.block, triton.next_power_of_2(width))
@@ -146,6 +144,13 @@ def quantize_square(w: Tensor, shard: Shard = WHOLE) -> Made:
         w, amax, out, scales, width, block, num_warps=_WEIGHT_VALUES.warps, **_EXACT
     )
     return Made(out, scales[0], scales[1])
+
+
+def enter_amax(x: Tensor, amax: Tensor) -> None:
+    """Enter the largest magnitude of a contiguous tensor into zeroed slots."""
+    block = min(_WEIGHT_AMAX.block, triton.next_power_of_2(x.numel()))
+    grid = (triton.cdiv(x.numel(), block),)
+    nvfp4.weight_amax_kernel[grid](x, amax, x.numel(), block, num_warps=_WEIGHT_AMAX.warps, **_EXACT)
 
 
 def _buffers(x: Tensor) -> tuple[Tensor, Tensor]:
