@@ -11,7 +11,7 @@ from typing import Any
 
 from data.config import PACKINGS
 from nvfp4_train.config import ConfigError, RunConfig
-from nvfp4_train.precision.validation import BACKENDS
+from nvfp4_train.precision.validation import BACKENDS, GEMMS
 from nvfp4_train.schema import did_you_mean, shown
 
 AT_LEAST: dict[str, int] = {
@@ -51,6 +51,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.decay_style": ("linear", "cosine", "exponential", "minus_sqrt"),
     "logging.wandb": ("auto", "online", "offline", "disabled"),
     "precision.backend": BACKENDS,
+    "precision.gemm": GEMMS,
     "model.recompute": ("none", "selective", "full"),
     "model.kernels": ("auto", "torch", "mamba_ssm"),
 }

@@ -174,6 +174,7 @@ Keys, the most used (all of them: --cfg job; their meaning: nvfp4_train/config.p
   precision.bf16_blocks.first=N  precision.bf16_blocks.last=N|SHARE  precision.rotation=null|16|32|64|128
   precision.gradient_rounding=nearest|stochastic  precision.weight_tile=[16,16]|[1,16]
   precision.four_over_six=null|mse|mae  precision.backend=auto|emulated|native|transformer_engine
+  precision.gemm=exact|bf16_scaled
   'precision.phases=[{{start: 0.82, forward: bf16}}]'  'precision.rules=[{{match: "*.out_proj", format: mxfp8}}]'
   parallel.tensor=N  parallel.pipeline=N  parallel.context=N  parallel.sequence=true|false
   checkpoint.every=N  checkpoint.keep=N  evaluation.every=N  logging.wandb=auto|online|offline|disabled

@@ -129,11 +129,15 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
     check_memory(config, assignments, backend.name, world.device)
     native = backend.name == "native"
     runtime = PrecisionRuntime(
-        config.seed, fuse_wgrad=config.optimizer.fuse_wgrad, amax_history=config.precision.amax_history, native=native
+        config.seed,
+        fuse_wgrad=config.optimizer.fuse_wgrad,
+        amax_history=config.precision.amax_history,
+        native=native,
+        gemm=config.precision.gemm,
     )
     runtime.amax_reduce = largest_over_stage
     runtime.token_axis = token_axis
-    tested = self_test(assignments, world.device, native)
+    tested = self_test(assignments, world.device, native, config.precision.gemm)
     chunks = [
         build_model(
             config.model,

@@ -90,6 +90,13 @@ def choose_backend(
     """
     if config.backend == "emulated":
         return Backend("emulated", "as asked")
+    if config.gemm != "exact":
+        if config.backend == "auto":
+            return Backend("emulated", f"as precision.gemm={config.gemm} asks")
+        raise PrecisionError(
+            f"precision.gemm={config.gemm} is a way of emulation, and precision.backend={config.backend} does not "
+            "emulate. Write precision.backend=emulated, or precision.gemm=exact."
+        )
     if config.backend == "auto" and capability is None:
         return Backend("emulated", "no CUDA device")
     problem = native_problem(config, capability)

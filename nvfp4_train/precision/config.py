@@ -224,7 +224,9 @@ class PrecisionConfig:
         recipe_rules: the recipe's own rules, decided after `bf16_blocks`.
         rules: the user's rules, decided before everything else.
         phases: passes that change during the run.
-        backend: auto (native where the hardware has it), emulated or native.
+        backend: auto (native where the hardware has it), emulated, native or transformer_engine.
+        gemm: how emulation multiplies: exact (scales on the FP32 accumulator), or bf16_scaled, which rounds each scaled
+            operand to BF16 first (an error of at most 2^-9 of a value) and multiplies with a plain BF16 GEMM.
         rotation: size of the Hadamard rotation of the rotated operands, or None for none.
         gradient_rounding: nearest or stochastic.
         weight_tile: rows x columns of a weight that share a block scale.
@@ -244,6 +246,7 @@ class PrecisionConfig:
     rules: tuple[Rule, ...] = ()
     phases: tuple[Phase, ...] = ()
     backend: str = "auto"
+    gemm: str = "exact"
     rotation: int | None = None
     gradient_rounding: str | None = None
     weight_tile: tuple[int, int] | None = None

@@ -10,6 +10,10 @@ On a GPU both happen inside the GEMM, which reads its factor from device memory 
 one number, the product of both scales, and so must be one FP32 can hold: below 2^-126 it loses bits. Operands whose
 largest magnitudes multiply to 1e-31 would come there; a training step's gradients are far from it.
 
+A cheaper form, `precision.gemm=bf16_scaled`, hands over operands that are scaled and rounded to BF16 already; then
+this is a plain BF16 GEMM, and each operand is off by at most 2^-9 of a value. It pays where the exact one is FP32, as
+for the emulated fp8_block.
+
 Where the hardware multiplies FP8 itself, operands come as float8 codes with their scales (`kernels/fp8_launch.py`), and
 the product is the emulated one up to the order of the sum.
 

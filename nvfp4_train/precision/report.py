@@ -94,6 +94,9 @@ def departures(config: PrecisionConfig) -> list[dict[str, Any]]:
             now = "" if off else f" {written(used)}"
             words = f"{start}: {KNOB_WORDS[knob]}{now} (published: {written(choices[0])})"
             found.append({"override": knob, "published": choices[0], "used": used, "words": words})
+    if config.gemm != "exact":
+        words = f"changed: GEMM {config.gemm} (published: exact)"
+        found.append({"override": "gemm", "published": "exact", "used": config.gemm, "words": words})
     return found
 
 

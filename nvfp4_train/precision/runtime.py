@@ -62,6 +62,7 @@ class PrecisionRuntime:
         cache_weights: quantize weights once per step; off, at every use (same numbers, for tests).
         amax_history: steps that delayed scaling looks back.
         native: FP8 GEMMs run on FP8 tensor cores.
+        gemm: how the others are emulated, see `PrecisionConfig`.
 
     Attributes:
         sample_health: set it before a step to measure quantization health on the step's first micro-batch.
@@ -81,9 +82,11 @@ class PrecisionRuntime:
         cache_weights: bool = True,
         amax_history: int = 1024,
         native: bool = False,
+        gemm: str = "exact",
     ) -> None:
         self.seed = seed
         self.native = native
+        self.gemm = gemm
         self.fuse_wgrad = fuse_wgrad
         self.cache_weights = cache_weights
         self.amax_history = amax_history

@@ -36,13 +36,16 @@ class Products(NamedTuple):
     wgrad: Tensor
 
 
-def self_test(assignments: Iterable[LinearPrecision], device: torch.device | str, native: bool = False) -> int:
+def self_test(
+    assignments: Iterable[LinearPrecision], device: torch.device | str, native: bool = False, gemm: str = "exact"
+) -> int:
     """Try the GEMMs of a run on its device.
 
     Args:
         assignments: of the linears that will run.
         device: where.
         native: FP8 GEMMs run on its FP8 tensor cores; the reference emulates them.
+        gemm: how the others are emulated.
 
     Returns:
         How many distinct sets of operands were tried.
@@ -59,19 +62,21 @@ def self_test(assignments: Iterable[LinearPrecision], device: torch.device | str
     exact = Products(x.double() @ w.double().t(), dy.double() @ w.double(), dy.double().t() @ x.double())
     for assignment in distinct.values():
         small = replace(assignment, in_features=_SIZE, out_features=_SIZE)
-        reference = _run(small, x, w, dy)
+        reference = _run(small, x, w, dy, gemm=gemm)
         for gemm in small.operands:
             _compare(gemm, small, reference, exact, _allowed(gemm, small), "CPU", "plain float64")
         if device.type != "cpu":
-            found = _run(small, x.to(device), w.to(device), dy.to(device), native)
+            found = _run(small, x.to(device), w.to(device), dy.to(device), native, gemm)
             for gemm in small.operands:
                 _compare(gemm, small, found, reference, _SAME, name, "the reference on the CPU")
     return len(distinct)
 
 
-def _run(precision: LinearPrecision, x: Tensor, w: Tensor, dy: Tensor, native: bool = False) -> Products:
+def _run(
+    precision: LinearPrecision, x: Tensor, w: Tensor, dy: Tensor, native: bool = False, gemm: str = "exact"
+) -> Products:
     """One forward and backward pass outside of any module."""
-    runtime = PrecisionRuntime(seed=0, native=native)
+    runtime = PrecisionRuntime(seed=0, native=native, gemm=gemm)
     gemms = ThreeGemms(precision, runtime)
     runtime.histories = AmaxHistories(gemms.delayed_tensors(), 1, x.device)
     runtime.expect([precision.name])

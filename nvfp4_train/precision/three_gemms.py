@@ -25,7 +25,7 @@ from nvfp4_train.precision.config import Operand, QuantSpec
 from nvfp4_train.precision.formats import FP8_FORMATS, layout_independent
 from nvfp4_train.precision.gemm import gemm
 from nvfp4_train.precision.operands import made_together, quantize_both, quantize_operand
-from nvfp4_train.precision.quantizer import quantize_values
+from nvfp4_train.precision.quantizer import Values, quantize_values
 from nvfp4_train.precision.rounding import element_key
 from nvfp4_train.precision.runtime import Call, PrecisionRuntime
 from nvfp4_train.precision.shards import WHOLE, Axis, Shard
@@ -191,7 +191,14 @@ class ThreeGemms:
         if call.sampled:
             seen = quantize_values(x, operand, axis=axis, amax=amax, shard=shard) if native else values
             self.runtime.health.operand(self.name, f"{gemm_name}_{kind}", x, operand, seen, axis, sign_key)
-        return Factor(values.values, values.scale, operand.format)
+        return self._factor(values, operand.format, native)
+
+    def _factor(self, made: Values, format: str, native: bool = False) -> Factor:
+        """A quantized operand as its GEMM multiplies it."""
+        if self.runtime.gemm == "exact" or native:
+            return Factor(made.values, made.scale, format)
+        rounded = made.dequantize(torch.bfloat16)
+        return Factor(rounded.float() if rounded.is_cpu else rounded, None, format)
 
     def _both(
         self, x: Tensor, rows: tuple[str, str], columns: tuple[str, str], call: Call
@@ -212,7 +219,7 @@ class ThreeGemms:
             for names, spec in zip((rows, columns), specs, strict=True)
         )
         first, second = quantize_both(x, *specs, row_key, column_key, shard)
-        return Factor(first.values, first.scale, specs[0].format), Factor(second.values, second.scale, specs[1].format)
+        return self._factor(first, specs[0].format), self._factor(second, specs[1].format)
 
     def _both_layouts(self, x: Tensor, spec: Operand, kind: str, call: Call) -> tuple[Factor, Factor]:
         """Codes of x, contracted over axis 1 and over axis 0, by the same spec."""

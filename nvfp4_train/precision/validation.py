@@ -22,6 +22,7 @@ LETTERS = ("M", "-", "*")
 ROLES = ("in_proj", "out_proj", "qkv", "proj", "fc1", "fc2", "output")
 PASSES = ("bf16", "recipe")
 BACKENDS = ("auto", "emulated", "native", "transformer_engine")
+GEMMS = ("exact", "bf16_scaled")
 KNOBS = ("rotation", "gradient_rounding", "weight_tile", "four_over_six")
 DEFAULT_AMAX_HISTORY = 1024
 
@@ -78,6 +79,7 @@ def _rotation(operand: Operand) -> str:
 def check_overrides(config: PrecisionConfig) -> None:
     """Refuse overrides that make no sense for the recipe, with recipe, override, reason, and what to write instead."""
     choose(config.backend, BACKENDS, "precision.backend")
+    choose(config.gemm, GEMMS, "precision.gemm")
     check_choices(config)
     for knob in KNOBS:
         _check_reached(config, knob)

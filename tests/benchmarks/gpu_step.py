@@ -28,7 +28,8 @@ with quiet():
     from nvfp4_train.compose import compose
     from nvfp4_train.config import RunConfig
     from nvfp4_train.distributed import World, process_groups
-    from nvfp4_train.memory import memory
+    from nvfp4_train.layout import choose_backend
+    from nvfp4_train.memory import Machine, memory
     from nvfp4_train.precision.assignment import assign
     from tests.benchmarks.training_step import TrainingStep
 
@@ -53,6 +54,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "1b nvfp4": (*WHOLE_1B, "precision=nvfp4"),
     "1b fp8_block": (*WHOLE_1B, "precision=fp8_block"),
     "1b fp8_current": (*WHOLE_1B, "precision=fp8_current"),
+    "1b fp8_delayed": (*WHOLE_1B, "precision=fp8_delayed"),
     "12b bf16": (*BLOCKS_12B, "precision=bf16"),
     "12b megatron": (*BLOCKS_12B, "precision=bf16"),
     "12b fp8_block": (*BLOCKS_12B, "precision=fp8_block", *ALL_QUANTIZED),
@@ -98,12 +100,13 @@ def measure(build: Callable[[], Callable[[], None]], config: RunConfig, show_pro
         for name, (microseconds, count) in kernels[:25]:
             print(f"    {microseconds / 1e3:8.2f} ms {count:5d}  {name[:110]}")
     assignments = assign(config.precision, linear_shapes(config.model))
+    native = choose_backend(config, torch.cuda.get_device_capability()).name == "native"
     tokens = config.data.micro_batch * config.data.sequence_length
     return Measured(
         1e3 * statistics.median(whole),
         1e3 * statistics.median(handed),
         peak,
-        memory(config.model, assignments, tokens).total,
+        memory(config.model, assignments, tokens, Machine(native=native)).total,
         idle,
         config.data.global_batch * config.data.sequence_length,
         flops_per_token(config.model, config.data.sequence_length).training,

@@ -106,6 +106,7 @@ PLAIN: dict[str, Any] = {
     "precision.rules": [{"format": "mxfp8", "match": "*.out_proj", "letter": "M", "role": None}],
     "precision.phases": [{"start": 0.82, "forward": "bf16", "backward": None}],
     "precision.backend": "emulated",
+    "precision.gemm": "bf16_scaled",
 }
 KNOBS: dict[str, Any] = {
     "precision.rotation": 32,

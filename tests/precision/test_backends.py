@@ -121,6 +121,14 @@ def test_pairs_that_tensor_cores_do_not_multiply(overrides: tuple[str, ...], wor
     assert choose(config, (9, 0)).name == "emulated"
 
 
+def test_a_way_of_emulation_is_no_backend_of_its_own() -> None:
+    config = recipe("fp8_block", "gemm=bf16_scaled")
+    assert choose(config, (9, 0)) == ("emulated", "as precision.gemm=bf16_scaled asks")
+    message = refused(recipe("fp8_block", "gemm=bf16_scaled", "backend=native"), (9, 0))
+    assert "precision.gemm=bf16_scaled is a way of emulation" in message
+    assert "precision.backend=emulated, or precision.gemm=exact" in message
+
+
 def test_blackwell_has_no_fp32_block_scales() -> None:
     assert native_formats((9, 0)) == ["bf16", "fp8_current", "fp8_delayed", "fp8_block"]
     assert native_formats((10, 0)) == ["bf16", "fp8_current", "fp8_delayed", "mxfp8", "mxfp4", "nvfp4"]

@@ -9,6 +9,7 @@ import torch
 
 from nvfp4_train.precision.config import Fprop, Operand
 from nvfp4_train.precision.phases import Passes
+from nvfp4_train.precision.quantizer import quantize_values
 
 from .linears import assert_rounded, expected, precision, run, standalone, tensors
 from .recipe_files import NAMES
@@ -33,6 +34,22 @@ def test_products_of_a_recipe(variant: tuple[str, ...]) -> None:
     gemms = standalone(assignment)
     for found, exact in zip(run(gemms, x, w, dy), expected(assignment, x, w, dy), strict=True):
         assert_rounded(found, exact)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_block", "fp8_current", "mxfp8"])
+def test_scaled_operands_rounded_to_bf16_first(name: str) -> None:
+    """Each operand is off by at most 2^-9 of a value; without scales beside the values nothing is lost."""
+    assignment = precision(name)
+    x, w, dy = tensors()
+    exact = run(standalone(assignment), x, w, dy)
+    rounded = run(standalone(assignment, gemm="bf16_scaled"), x, w, dy)
+    for found, reference in zip(rounded, exact, strict=True):
+        error = float((found.double() - reference.double()).norm() / reference.double().norm())
+        assert error < 2.0**-8
+        assert (error > 0) == (name != "mxfp8")
+    y = quantize_values(x, assignment.operands["fprop"]["input"]).dequantize().bfloat16().double()
+    y @= quantize_values(w, assignment.operands["fprop"]["weight"]).dequantize().bfloat16().double().t()
+    assert_rounded(rounded[0], y)
 
 
 def test_dtypes() -> None:
