@@ -26,7 +26,7 @@ class TrainingStep:
     def __init__(self, config: RunConfig, world: World, warm_up: int = 2) -> None:
         quantized = build_quantized_model(config, world, say=lambda text: None)
         self.config, self.world = config, world
-        self.runtime, self.native = quantized.runtime, quantized.backend.name == "native"
+        self.runtime = quantized.runtime
         self.chunks = wrap_data_parallel(quantized.chunks, config.parallel)
         self.optimizer = build_optimizer(config.optimizer, config.parallel, self.chunks)
         self.gradient_norm = GradientNorm(quantized.chunks)
