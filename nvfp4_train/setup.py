@@ -38,7 +38,7 @@ from nvfp4_train.precision.linear import QuantizedColumnParallelLinear, Quantize
 from nvfp4_train.precision.phases import PassSchedule, resolve
 from nvfp4_train.precision.report import report, summary
 from nvfp4_train.precision.runtime import PrecisionRuntime
-from nvfp4_train.precision.selftest import self_test
+from nvfp4_train.precision.selftest import self_test, self_test_transformer_engine
 from nvfp4_train.precision.shards import Axis
 from nvfp4_train.precision.te_linear import TeLinears
 from nvfp4_train.precision.te_recipes import map_linears
@@ -156,7 +156,9 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
     ]
     te_linears = None
     if backend.name == "transformer_engine":
-        te_linears = TeLinears(map_linears(config.precision, assignments).recipes, runtime)
+        recipes = map_linears(config.precision, assignments).recipes
+        self_test_transformer_engine(assignments, recipes, world.device)
+        te_linears = TeLinears(recipes, runtime)
     linears = {name: linear for chunk in chunks for name, linear in named_linears(chunk).items()}
     attach(linears, assignments, runtime, te_linears)
     for chunk in chunks:

@@ -28,6 +28,7 @@ from nvfp4_train.precision.delayed import AmaxHistories
 from nvfp4_train.precision.health import HealthSample
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.precision.shards import Axis
+from nvfp4_train.precision.validation import GEMMS
 
 MICROBATCH_STATE = "nvfp4_train.microbatch"
 NOT_NEEDED = "not needed"
@@ -84,6 +85,7 @@ class PrecisionRuntime:
         native: bool = False,
         gemm: str = "exact",
     ) -> None:
+        assert gemm in GEMMS, gemm
         self.seed = seed
         self.native = native
         self.gemm = gemm

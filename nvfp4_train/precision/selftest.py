@@ -7,7 +7,7 @@ on another device than a CPU, with the reference quantizers on the CPU, whose bi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from nvfp4_train.precision.delayed import AmaxHistories
 from nvfp4_train.precision.formats import element_of
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.precision.runtime import PrecisionRuntime
+from nvfp4_train.precision.te_linear import TeLinears
+from nvfp4_train.precision.te_recipes import TeRecipe
 from nvfp4_train.precision.three_gemms import ThreeGemms
 
 _SIZE = 128  # tokens, in-features and out-features: the smallest that fits every format
@@ -56,20 +58,66 @@ def self_test(
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     distinct = {(a.fprop, a.dgrad, a.wgrad): a for a in assignments}
+    x, w, dy, exact = _small_problem()
+    for assignment in distinct.values():
+        small = replace(assignment, in_features=_SIZE, out_features=_SIZE)
+        reference = _run(small, x, w, dy, gemm=gemm)
+        for product in Products._fields:
+            _compare(product, small, reference, exact, _allowed(product, small), "CPU", "plain float64")
+        if device.type != "cpu":
+            found = _run(small, x.to(device), w.to(device), dy.to(device), native, gemm)
+            for product in Products._fields:
+                _compare(product, small, found, reference, _SAME, name, "the reference on the CPU")
+    return len(distinct)
+
+
+def self_test_transformer_engine(
+    assignments: Iterable[LinearPrecision], recipes: Mapping[str, TeRecipe], device: torch.device
+) -> int:
+    """The same for linears that Transformer Engine runs, against plain products: its random bits are its own.
+
+    Args:
+        recipes: name -> recipe of every linear that it runs.
+
+    Returns:
+        How many distinct recipes were tried.
+    """
+    distinct = {recipes[a.name]: a for a in assignments if a.name in recipes}
+    x, w, dy, exact = _small_problem()
+    for assignment in distinct.values():
+        small = replace(assignment, in_features=_SIZE, out_features=_SIZE)
+        found = _run_transformer_engine(small, recipes[small.name], x.to(device), w.to(device), dy.to(device))
+        for product in Products._fields:
+            allowed = _allowed(product, small)
+            _compare(product, small, found, exact, allowed, "Transformer Engine", "plain float64")
+    return len(distinct)
+
+
+def _run_transformer_engine(precision: LinearPrecision, recipe: TeRecipe, x: Tensor, w: Tensor, dy: Tensor) -> Products:
+    layer = torch.nn.Linear(_SIZE, _SIZE, bias=False, device=x.device)
+    layer.weight = torch.nn.Parameter(w)
+    layer.weight.main_grad = torch.zeros_like(w)  # type: ignore[attr-defined]
+    runtime = PrecisionRuntime(seed=0, fuse_wgrad=True)
+    runtime.expect([precision.name])
+    linear = TeLinears({precision.name: recipe}, runtime).make(precision, layer)
+    assert linear is not None
+    runtime.begin_step(1, Passes())
+    runtime.begin_microbatch(0)
+    leaf = x.clone().requires_grad_()
+    y = linear(leaf, runtime.call())
+    y.backward(dy)
+    runtime.end_step()
+    assert leaf.grad is not None
+    return Products(y.detach(), leaf.grad, layer.weight.main_grad)  # type: ignore[arg-type]
+
+
+def _small_problem() -> tuple[Tensor, Tensor, Tensor, Products]:
+    """x and dy in BF16, w in FP32, and the three products in float64."""
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(_SIZE, _SIZE, generator=generator) for _ in range(3))
     x, dy = x.bfloat16(), dy.bfloat16()
     exact = Products(x.double() @ w.double().t(), dy.double() @ w.double(), dy.double().t() @ x.double())
-    for assignment in distinct.values():
-        small = replace(assignment, in_features=_SIZE, out_features=_SIZE)
-        reference = _run(small, x, w, dy, gemm=gemm)
-        for gemm in small.operands:
-            _compare(gemm, small, reference, exact, _allowed(gemm, small), "CPU", "plain float64")
-        if device.type != "cpu":
-            found = _run(small, x.to(device), w.to(device), dy.to(device), native, gemm)
-            for gemm in small.operands:
-                _compare(gemm, small, found, reference, _SAME, name, "the reference on the CPU")
-    return len(distinct)
+    return x, w, dy, exact
 
 
 def _run(
