@@ -39,7 +39,7 @@ def check_cuda() -> None:
 
 
 def check_memory(config: RunConfig, linears: Sequence[LinearPrecision], backend: str, device: torch.device) -> None:
-    """Refuses a run that a GPU can't hold, where one holds the whole model.
+    """Refuses a run that a GPU can't hold, where each holds the whole model and all of its optimizer's state.
 
     Args:
         linears: what the recipe decided.
@@ -48,7 +48,7 @@ def check_memory(config: RunConfig, linears: Sequence[LinearPrecision], backend:
     Raises:
         ConfigError: the estimate of `python -m nvfp4_train.plan`, and the overrides that fit.
     """
-    if device.type != "cuda" or model_ranks(config.parallel) > 1:
+    if device.type != "cuda" or model_ranks(config.parallel) > 1 or config.parallel.distributed_optimizer:
         return
     properties = torch.cuda.get_device_properties(device)
     problem = memory_problem(config, linears, backend, properties.total_memory, properties.name)

@@ -95,8 +95,9 @@ def self_test_transformer_engine(
 
 def _run_transformer_engine(precision: LinearPrecision, recipe: TeRecipe, x: Tensor, w: Tensor, dy: Tensor) -> Products:
     layer = torch.nn.Linear(_SIZE, _SIZE, bias=False, device=x.device)
+    gradient = torch.zeros_like(w)
     layer.weight = torch.nn.Parameter(w)
-    layer.weight.main_grad = torch.zeros_like(w)  # type: ignore[attr-defined]
+    layer.weight.main_grad = gradient  # type: ignore[attr-defined]
     runtime = PrecisionRuntime(seed=0, fuse_wgrad=True)
     runtime.expect([precision.name])
     linear = TeLinears({precision.name: recipe}, runtime).make(precision, layer)
@@ -108,7 +109,7 @@ def _run_transformer_engine(precision: LinearPrecision, recipe: TeRecipe, x: Ten
     y.backward(dy)
     runtime.end_step()
     assert leaf.grad is not None
-    return Products(y.detach(), leaf.grad, layer.weight.main_grad)  # type: ignore[arg-type]
+    return Products(y.detach(), leaf.grad, gradient)
 
 
 def _small_problem() -> tuple[Tensor, Tensor, Tensor, Products]:
