@@ -64,7 +64,7 @@ def quantize_both(
     amax: Tensor | None = None,
     native: bool = False,
 ) -> tuple[Values, Values]:
-    """x [M, N] as an operand contracted over N and as one contracted over M, from one read.
+    """x [M, N] as an operand contracted over N and as one contracted over M, from one read where a kernel can.
 
     Args:
         rows, columns: of the two; `made_together`.

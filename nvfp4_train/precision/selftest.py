@@ -166,5 +166,6 @@ def _compare(
         raise PrecisionError(
             f"The start-up test failed on {device}: {gemm} in {precision.gemm_formats[gemm]} (as in {precision.name}) "
             f"is off by {error:.3g} of its size against {against}, where {allowed:.3g} is allowed. Training would go "
-            "wrong silently. Choose another precision or device, and report this device and its driver."
+            "wrong silently. Write precision.backend=emulated, or choose another precision or device; and report this "
+            "device and its driver."
         )

@@ -249,7 +249,7 @@ class ThreeGemms:
         return self._weights.get(weight, self.runtime.epoch, key, make)
 
     def _weight_layouts(self, weight: Tensor, operand: Operand, call: Call) -> tuple[Factor, Factor]:
-        """The weight's codes for fprop and for dgrad, from one read."""
+        """The weight's codes for fprop and for dgrad."""
 
         def make() -> tuple[Factor, Factor]:
             return self._both_layouts(weight.detach(), operand, "weight", call)

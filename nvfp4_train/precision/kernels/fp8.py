@@ -1,11 +1,15 @@
-"""FP8 on a GPU: codes as FP8 tensor cores read them, in both layouts from one read.
+"""FP8 on a GPU: codes as FP8 tensor cores read them, as they lie and transposed.
 
 An FP8 GEMM wants the contraction of both operands contiguous. A linear contracts its input over features and, for the
 weight gradient, over tokens, so each tensor is written twice: its codes as they lie, and transposed. A program owns a
 tile of 128 x 128, which is a block of weights, and 128 blocks of 1 x 128 in either direction.
 
 A tile is held as four: rows 0, 4, 8, ..., rows 1, 5, 9, ... and so on. A thread then has four neighbouring rows of its
-columns, whose codes it converts into one 32-bit word, and words are transposed four times as fast as bytes.
+columns, whose codes it packs into 32 bits, and 32-bit numbers are transposed four times as fast as bytes.
+
+One launch may write two layouts of different codes, as of blocks along rows and along columns, but not the SAME codes as
+they lie and transposed: the transposed ones came out as other bytes on an H200 (Triton 3.6), where Triton's interpreter
+has them right and so has a launch for each layout alone. The launches keep to that.
 """
 
 import triton
@@ -83,34 +87,13 @@ def store_row(row_codes, codes, i: tl.constexpr, quad, n, padded, columns):
 
 
 @triton.jit
-def packed_codes(parts, encode, LARGEST: tl.constexpr, dtype: tl.constexpr):
-    """Codes of four rows a word, the first in the lowest byte.
-
-    Converted anew in pairs of rows, also where the rows' codes exist: what ptxas (of Triton 3.6) makes of taking those
-    apart into bytes, beside storing them, are other bytes.
-    """
-    if INTERPRETED:
-        words = magnitude_bits(parts[0]) * 0
-        for i in tl.static_range(4):
-            codes = fp8_codes(parts[i] * encode, LARGEST, dtype)
-            words = words | (codes.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * i))
-    elif LARGEST == 448.0:
-        words = tl.inline_asm_elementwise(
-            "{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
-            "mov.b32 $0, {lo, hi};}",
-            "=r,f,f,f,f",
-            [parts[0] * encode, parts[1] * encode, parts[2] * encode, parts[3] * encode],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+def packed_into(word, codes, i: tl.constexpr):
+    """`word` with the codes as its i-th byte."""
+    byte = codes.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * i)
+    if i == 0:
+        return byte
     else:
-        words = tl.inline_asm_elementwise(
-            "{.reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1; cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3; "
-            "mov.b32 $0, {lo, hi};}",
-            "=r,f,f,f,f",
-            [parts[0] * encode, parts[1] * encode, parts[2] * encode, parts[3] * encode],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return words
+        return word | byte
 
 
 @triton.jit
@@ -126,12 +109,15 @@ def store_codes(
     LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Codes of parts * encode, as they lie and transposed."""
-    dtype: tl.constexpr = row_codes.dtype.element_ty
-    if ROW:
-        for i in tl.static_range(4):
-            store_row(row_codes, fp8_codes(parts[i] * encode, LARGEST, dtype), i, quad, n, padded, columns)
+    words = magnitude_bits(parts[0])
+    for i in tl.static_range(4):
+        codes = fp8_codes(parts[i] * encode, LARGEST, row_codes.dtype.element_ty)
+        if ROW:
+            store_row(row_codes, codes, i, quad, n, padded, columns)
+        if COLUMN:
+            words = packed_into(words, codes, i)
     if COLUMN:
-        store_columns(column_words, packed_codes(parts, encode, LARGEST, dtype), quad, n, padded, columns)
+        store_columns(column_words, words, quad, n, padded, columns)
 
 
 @triton.jit

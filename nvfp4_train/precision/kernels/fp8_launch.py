@@ -57,7 +57,7 @@ def quantize_codes(
     amax: Tensor | None = None,
     shard: Shard = WHOLE,
 ) -> tuple[Codes | None, Codes | None]:
-    """Quantize contiguous x [M, N] as an operand contracted over N, as one contracted over M, or as both from one read.
+    """Quantize contiguous x [M, N] as an operand contracted over N, as one contracted over M, or as both.
 
     Args:
         x: BF16 or FP32 on a GPU; N fits the format.
@@ -67,91 +67,84 @@ def quantize_codes(
     """
     spec = rows or columns
     assert spec is not None
-    if spec.format != "fp8_block":
-        return _one_scale(x, spec, rows is not None, columns is not None, amax, shard)
-    assert spec.tile is not None
-    launch = _square_blocks if spec.tile[0] > 1 else _row_blocks
-    return launch(x, spec.power_of_two, rows is not None, columns is not None)
+    if spec.tile == (1, _BLOCK):
+        return _row_blocks(x, spec.power_of_two, rows is not None, columns is not None)
+    slots = None if spec.format == "fp8_block" or amax is not None else _amax_slots(x, shard)
+    first, second = (
+        None if wanted is None else _one_layout(x, spec, transposed, amax, slots)
+        for wanted, transposed in ((rows, False), (columns, True))
+    )
+    return first, second
 
 
-def _one_scale(
-    x: Tensor, spec: QuantSpec, row: bool, column: bool, history: Tensor | None, shard: Shard
-) -> tuple[Codes | None, Codes | None]:
+def _one_layout(x: Tensor, spec: QuantSpec, transposed: bool, history: Tensor | None, slots: Tensor | None) -> Codes:
+    """Codes that are the same in both layouts; see `kernels/fp8.py` for why each has a launch of its own."""
+    if spec.format == "fp8_block":
+        return _square_blocks(x, spec.power_of_two, transposed)
+    return _one_scale(x, spec, transposed, history, _slots(x) if slots is None else slots)
+
+
+def _slots(x: Tensor) -> Tensor:
+    """Zeroed amax slots, and one number behind them."""
+    return torch.zeros(nvfp4.AMAX_SIZE.value + 1, dtype=torch.int32, device=x.device)
+
+
+def _amax_slots(x: Tensor, shard: Shard) -> Tensor:
+    """Slots with the amax of x, or of the whole that it is a part of."""
+    slots = _slots(x)
+    enter_amax(x, slots)
+    take_largest(slots, shard)
+    return slots
+
+
+def _one_scale(x: Tensor, spec: QuantSpec, transposed: bool, history: Tensor | None, slots: Tensor) -> Codes:
     height, width = x.shape
     padded = padded_rows(height, spec)
     element = element_of(spec)
-    outs = _outs(x, padded, row, column, DTYPES[element])
+    out = _room(x, padded, transposed, DTYPES[element])
     scales = torch.empty(2, dtype=torch.float32, device=x.device)
     delayed = history is not None
-    slots = torch.zeros(nvfp4.AMAX_SIZE.value + 1, dtype=torch.int32, device=x.device)
-    if not delayed:
-        enter_amax(x, slots)
-        take_largest(slots, shard)
     fp8.tensor_codes_kernel[_grid(padded, width)](
-        x, slots, history if delayed else scales, *_pointers(outs), scales, height, padded, width, row, column, delayed,
-        ELEMENT_MAX[element], **_EXACT,
+        x, slots, history if delayed else scales, out, out.view(torch.int32), scales, height, padded, width,
+        not transposed, transposed, delayed, ELEMENT_MAX[element], **_EXACT,
     )  # fmt: skip
-    return _codes(outs, (scales[0], scales[0]), row, column, scales[1])
+    return Codes(out.t() if transposed else out, scales[0], scales[1])
 
 
 def _row_blocks(x: Tensor, power_of_two: bool, row: bool, column: bool) -> tuple[Codes | None, Codes | None]:
     height, width = x.shape
     padded = triton.cdiv(height, _BLOCK) * _BLOCK
-    outs = _outs(x, padded, row, column, torch.float8_e4m3fn)
+    layouts = [transposed for transposed, wanted in ((False, row), (True, column)) if wanted]
+    outs = [_room(x, padded, transposed, torch.float8_e4m3fn) for transposed in layouts]
     scales = (
         torch.empty(width // _BLOCK, padded, dtype=torch.float32, device=x.device),
         torch.empty(padded // _BLOCK, width, dtype=torch.float32, device=x.device),
     )
     fp8.row_blocks_kernel[_grid(padded, width)](
-        x, *_pointers(outs), *scales, height, padded, width, row, column, power_of_two, **_EXACT
+        x, outs[0], outs[-1].view(torch.int32), *scales, height, padded, width, row, column, power_of_two, **_EXACT
     )
-    return _codes(outs, scales, row, column, None)
+    first = Codes(outs[0], scales[0], None) if row else None
+    return first, Codes(outs[-1].t(), scales[1], None) if column else None
 
 
-def _square_blocks(x: Tensor, power_of_two: bool, row: bool, column: bool) -> tuple[Codes | None, Codes | None]:
+def _square_blocks(x: Tensor, power_of_two: bool, transposed: bool) -> Codes:
     height, width = x.shape
     assert height % _BLOCK == 0, x.shape
-    outs = _outs(x, height, row, column, torch.float8_e4m3fn)
-    blocks = height // _BLOCK, width // _BLOCK
-    scales = [
-        torch.zeros(first, triton.cdiv(second, 4) * 4, dtype=torch.float32, device=x.device)
-        for first, second in (blocks, blocks[::-1])
-    ]
+    out = _room(x, height, transposed, torch.float8_e4m3fn)
+    rows, contracted = (size // _BLOCK for size in out.shape)
+    scale = torch.zeros(rows, triton.cdiv(contracted, 4) * 4, dtype=torch.float32, device=x.device)
     fp8.square_blocks_kernel[_grid(height, width)](
-        x,
-        *_pointers(outs),
-        *scales,
-        height,
-        width,
-        scales[0].shape[1],
-        scales[1].shape[1],
-        row,
-        column,
-        power_of_two,
-        **_EXACT,
-    )
-    return _codes(outs, (scales[0], scales[1]), row, column, None)
+        x, out, out.view(torch.int32), scale, scale, height, width, scale.shape[1], scale.shape[1],
+        not transposed, transposed, power_of_two, **_EXACT,
+    )  # fmt: skip
+    return Codes(out.t() if transposed else out, scale, None)
 
 
 def _grid(rows: int, columns: int) -> tuple[int, int]:
     return triton.cdiv(rows, _BLOCK), triton.cdiv(columns, _BLOCK)
 
 
-def _outs(x: Tensor, padded: int, row: bool, column: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Room for the codes [padded, N] and [N, padded]; one stands in for the other where that is not wanted."""
-    first = torch.empty(padded, x.shape[1], dtype=dtype, device=x.device) if row else None
-    second = torch.empty(x.shape[1], padded, dtype=dtype, device=x.device) if column else first
-    assert second is not None
-    return second if first is None else first, second
-
-
-def _pointers(outs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """As the kernels write them: bytes as they lie, transposed ones by four."""
-    return outs[0], outs[1].view(torch.int32)
-
-
-def _codes(
-    outs: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], row: bool, column: bool, amax: Tensor | None
-) -> tuple[Codes | None, Codes | None]:
-    first = Codes(outs[0], scales[0], amax) if row else None
-    return first, Codes(outs[1].t(), scales[1], amax) if column else None
+def _room(x: Tensor, padded: int, transposed: bool, dtype: torch.dtype) -> Tensor:
+    """Room for the codes of x with so many rows."""
+    shape = (x.shape[1], padded) if transposed else (padded, x.shape[1])
+    return torch.empty(shape, dtype=dtype, device=x.device)
