@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nvfp4_train.config import ConfigError, ParallelConfig
+from nvfp4_train.devices import check_cuda
 
 with warnings.catch_warnings():  # one line for each optional library that is not installed, from several modules
     warnings.simplefilter("ignore")
@@ -59,6 +60,7 @@ def process_groups(parallel: ParallelConfig, seed: int) -> Iterator[World]:
         logging.ERROR
     )  # it warns of libraries that we do without, and of our choices
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    check_cuda()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:

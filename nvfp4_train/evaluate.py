@@ -94,11 +94,9 @@ def score(config: RunConfig, path: Path, say: Say) -> dict[str, Any]:
         from nvfp4_train.distributed import process_groups
         from nvfp4_train.evaluation import validation_metrics
         from nvfp4_train.layout import choose_backend
-        from nvfp4_train.precision.backends import describe_backend
         from nvfp4_train.setup import build_quantized_model, check_same_data, compute_capability, open_datasets
     with process_groups(config.parallel, config.seed) as world:
-        backend = choose_backend(config, compute_capability(world.device))
-        say(describe_backend(config.precision, backend))
+        say(choose_backend(config, compute_capability(world.device)).line(config.precision))
         datasets = open_datasets(config, say)
         check_same_data(checkpoint_files.read_header(path), datasets, whole=False)
         quantized = build_quantized_model(config, world, say)

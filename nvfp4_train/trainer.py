@@ -20,7 +20,6 @@ from nvfp4_train.checkpoint_files import Header, read_header
 from nvfp4_train.comparison.live import LiveGap
 from nvfp4_train.config import RunConfig
 from nvfp4_train.console import Console
-from nvfp4_train.devices import check_cuda
 from nvfp4_train.distributed import (
     World,
     any_rank,
@@ -44,7 +43,6 @@ from nvfp4_train.optimizer import (
     wrap_data_parallel,
 )
 from nvfp4_train.passes import Batch, batch_hash, run_micro_batches
-from nvfp4_train.precision.backends import describe_backend
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.profiling import profiler
 from nvfp4_train.run_folder import LOCK, RunFolder, prepare_run_folder, recipe_of
@@ -65,12 +63,11 @@ def train(config: RunConfig) -> ExitCode:
     Returns:
         DONE, INTERRUPTED after a signal (saved), or NON_FINITE after too many skipped steps in a row (not saved).
     """
-    check_cuda()
     with StopSignals() as signals, process_groups(config.parallel, config.seed) as world:
         check_same({"config": to_mapping(config), "versions": versions()}, world)
         console = Console(world.is_main, config.steps)
         capability = compute_capability(world.device)
-        console.say(describe_backend(config.precision, choose_backend(config, capability)))
+        console.say(choose_backend(config, capability).line(config.precision))
         surroundings = environment(device_name(world.device), world.size, capability)
         folder = prepare_run_folder(config, world.is_main, lambda item: gather(item, world)[0])
         try:

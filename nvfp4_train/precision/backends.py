@@ -48,6 +48,10 @@ class Backend(NamedTuple):
     name: str
     why: str
 
+    def line(self, config: PrecisionConfig) -> str:
+        """The choice for a recipe, as a line to print."""
+        return f"precision {config.name}: {self.name} ({self.why})"
+
 
 class TransformerEngine(NamedTuple):
     """Whether Transformer Engine can be used.
@@ -120,11 +124,6 @@ def never_runs(config: PrecisionConfig, linears: Iterable[LinearPrecision]) -> s
     if _beyond_ours(config):
         return map_linears(config, linears).problem
     return pair_problem(config)
-
-
-def describe_backend(config: PrecisionConfig, backend: Backend) -> str:
-    """The choice, as a line to print."""
-    return f"precision {config.name}: {backend.name} ({backend.why})"
 
 
 def _beyond_ours(config: PrecisionConfig) -> bool:

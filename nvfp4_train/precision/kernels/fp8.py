@@ -7,9 +7,9 @@ tile of 128 x 128, which is a block of weights, and 128 blocks of 1 x 128 in eit
 A tile is held as four: rows 0, 4, 8, ..., rows 1, 5, 9, ... and so on. A thread then has four neighbouring rows of its
 columns, whose codes it packs into 32 bits, and 32-bit numbers are transposed four times as fast as bytes.
 
-One launch may write two layouts of different codes, as of blocks along rows and along columns, but not the SAME codes as
-they lie and transposed: the transposed ones came out as other bytes on an H200 (Triton 3.6), where Triton's interpreter
-has them right and so has a launch for each layout alone. The launches keep to that.
+One launch may write two layouts of different codes, as of blocks along rows and along columns, but not the SAME codes
+as they lie and transposed: the transposed ones came out as other bytes on an H200 (Triton 3.6), where Triton's
+interpreter has them right and so has a launch for each layout alone. The launches keep to that.
 """
 
 import triton
