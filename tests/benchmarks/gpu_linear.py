@@ -16,6 +16,7 @@ import triton
 from triton.testing import do_bench
 
 from nvfp4_train.precision import QuantSpec
+from nvfp4_train.precision.delayed import AmaxHistories
 from nvfp4_train.precision.kernels import launch
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.precision.runtime import PrecisionRuntime
@@ -65,14 +66,17 @@ def _row(name: str, ms: float, size: int, rate: float) -> None:
     print(f"{name:<42} {1e3 * ms:>7.0f} {size / rate / ms:>19.0%}", flush=True)
 
 
-def linear_step(name: str, tokens: int, inputs: int, outputs: int, requantize: bool) -> Callable[[], None]:
+def linear_step(
+    name: str, tokens: int, inputs: int, outputs: int, requantize: bool, native: bool = False
+) -> Callable[[], None]:
     """Forward and backward of one linear in a recipe; `requantize` quantizes its weight anew each time."""
     x = torch.randn(tokens, inputs, device="cuda").bfloat16()
     w = torch.randn(outputs, inputs, device="cuda") * 0.02
     dy = torch.randn(tokens, outputs, device="cuda").bfloat16()
     gradient = torch.zeros_like(w)
-    runtime = PrecisionRuntime(seed=1)
+    runtime = PrecisionRuntime(seed=1, native=native)
     gemms = ThreeGemms(precision(name, sizes=(inputs, outputs)), runtime)
+    runtime.histories = AmaxHistories(gemms.delayed_tensors(), 4, torch.device("cuda"))
     runtime.expect([gemms.name])
     runtime.begin_step(1, Passes())
     runtime.begin_microbatch(0)
@@ -103,8 +107,24 @@ def linears(repeat: int) -> None:
         print(f"{shape!s:<26} {ms[0]:>8.2f} {ms[1] / ms[0]:>13.3f} {ms[3] / ms[2]:>16.3f}", flush=True)
 
 
+def fp8_linears(repeat: int) -> None:
+    """One row a linear: FP8 on FP8 tensor cores over BF16, and the same with the weight quantized in each pass."""
+    names = ("fp8_block", "fp8_current", "fp8_delayed")
+    print(f"\n{'linear: tokens, in, out':<26} " + " ".join(f"{name:>20}" for name in names))
+    for shape in LINEARS:
+        cells = []
+        for name in names:
+            ms = [
+                milliseconds(linear_step(recipe, *shape, requantize, native=recipe != "bf16"), repeat)
+                for requantize in (False, True)
+                for recipe in ("bf16", name)
+            ]
+            cells.append(f"{ms[1] / ms[0]:>12.3f} {ms[3] / ms[2]:>7.3f}")
+        print(f"{shape!s:<26} " + " ".join(cells), flush=True)
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the repetitions")
     quick = parser.parse_args().quick
@@ -113,6 +133,7 @@ def main() -> None:
     print(f"Python {platform.python_version()}; a copy moves {rate / 1e6:.0f} GB/s")
     quantizers(rate)
     linears(100 if quick else 400)
+    fp8_linears(60 if quick else 200)
 
 
 if __name__ == "__main__":

