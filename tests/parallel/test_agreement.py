@@ -24,7 +24,8 @@ from tests.trainer.conftest import TINY
 pytestmark = pytest.mark.slow
 
 RECIPES = ("bf16", "fp8_block", "nvfp4")
-BOUNDS = {"bf16": 3e-4, "fp8_block": 1e-3, "nvfp4": 4e-3}  # relative difference of a step's loss
+# Relative difference of the loss, the mean over STEPS steps; three times that at a step, whose noise is its own.
+BOUNDS = {"bf16": 1e-4, "fp8_block": 5e-4, "nvfp4": 2e-3}
 STEPS, LENGTH = 8, 64
 MODEL = [
     *(text for text in TINY if not text.startswith(("steps", "checkpoint", "evaluation.every"))),
@@ -35,7 +36,8 @@ MODEL = [
     f"data.sequence_length={LENGTH}",
     "optimizer.lr=1e-3",
     "checkpoint.every=0",
-    "evaluation.every=0",
+    f"evaluation.every={STEPS}",
+    "steps=120",  # with the warm-up of a run of that length: Adam's first updates are the signs of the gradients
 ]
 TENSOR, PIPELINE, CONTEXT = "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"
 SEQUENCE, INTERLEAVED = "parallel.sequence=true", "parallel.virtual_pipeline=2"
@@ -62,7 +64,7 @@ class Runs:
     def launch(self, processes: int, jobs: dict[str, list[str]]) -> None:
         """Run jobs (name -> overrides) in one start of so many processes."""
         made = {
-            name: [f"steps={STEPS}", *MODEL, *self._where, f"run_dir={self._folder / name}", *overrides]
+            name: [f"stop_after={STEPS}", *MODEL, *self._where, f"run_dir={self._folder / name}", *overrides]
             for name, overrides in jobs.items()
         }
         self.found |= launch(self._folder / f"of {processes}", processes, made)
@@ -71,11 +73,11 @@ class Runs:
         """Lines of a run."""
         return read_metrics(self._folder / name / "metrics.jsonl")
 
-    def weights(self, name: str) -> dict[str, Tensor]:
-        """The whole model at the end, put together from the shares of the first rank of each kind."""
+    def whole(self, name: str, what: str) -> dict[str, Tensor]:
+        """Weights at the end, or gradients of the first step, put together from one rank for each share."""
         shares: dict[str, dict[int, tuple[Tensor, Any]]] = {}
         for found in self.found[name]:
-            for parameter, share in found["weights"].items():
+            for parameter, share in found[what].items():
                 shares.setdefault(parameter, {}).setdefault(found["tensor_rank"], share)
         return {parameter: joined([by_rank[rank] for rank in sorted(by_rank)]) for parameter, by_rank in shares.items()}
 
@@ -98,7 +100,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, text: Path, prepared: Path) -
         for layout, overrides in (EQUAL | CLOSE).items()
         for recipe in RECIPES
     }
-    both["sequence nvfp4"].append("steps=20")
+    both["sequence nvfp4"].append("stop_after=20")
     both |= {f"{layout} fp8_delayed": ["precision=fp8_delayed", *EQUAL[layout]] for layout in ("data", "interleaved")}
     made.launch(1, {f"one {recipe}": [f"precision={recipe}"] for recipe in (*RECIPES, "fp8_delayed")} | {"tied": TIED})
     made.launch(2, {**both, "tied pipeline": [*TIED, PIPELINE]})
@@ -120,7 +122,7 @@ def test_bit_for_bit(runs: Runs, layout: str, recipe: str) -> None:
     for line, expected in zip(runs.metrics(name), runs.metrics(f"one {recipe}"), strict=True):
         for key in ("step", "train/loss", "optim/grad_norm", "data/hash", "val/loss"):
             assert line.get(key) == expected.get(key), (line["step"], key)
-    mine, expected_weights = runs.weights(name), runs.weights(f"one {recipe}")
+    mine, expected_weights = runs.whole(name, "weights"), runs.whole(f"one {recipe}", "weights")
     assert set(mine) == set(expected_weights)
     for parameter, weight in expected_weights.items():
         assert torch.equal(mine[parameter], weight), parameter
@@ -131,13 +133,24 @@ def test_bit_for_bit(runs: Runs, layout: str, recipe: str) -> None:
 def test_as_close_as_rounding_allows(runs: Runs, layout: str, recipe: str) -> None:
     bound = BOUNDS[recipe]
     lines, expected = runs.metrics(f"{layout} {recipe}"), runs.metrics(f"one {recipe}")
-    assert lines[0]["train/loss"] == pytest.approx(expected[0]["train/loss"], rel=1e-4)
-    assert lines[0]["optim/grad_norm"] == pytest.approx(expected[0]["optim/grad_norm"], rel=10 * bound)
-    same_schedule = zip(lines, expected, strict=len(lines) == len(expected))
-    for line, alone in same_schedule:
+    assert lines[0]["train/loss"] == pytest.approx(expected[0]["train/loss"], rel=5e-4)
+    differences = []
+    for line, alone in zip(lines, expected, strict=False):
         assert line["data/hash"] == alone["data/hash"]
-        if len(lines) == len(expected):
-            assert line["train/loss"] == pytest.approx(alone["train/loss"], rel=bound), line["step"]
+        assert line["optim/grad_norm"] == pytest.approx(alone["optim/grad_norm"], rel=30 * bound), line["step"]
+        differences.append(abs(line["train/loss"] / alone["train/loss"] - 1))
+    assert max(differences) < 3 * bound, differences
+    assert sum(differences) / STEPS < bound, differences
+
+
+@pytest.mark.parametrize(("recipe", "bound"), [("bf16", 1e-2), ("fp8_block", 0.1), ("nvfp4", 0.2)])
+@pytest.mark.parametrize("layout", [*CLOSE, *SPLIT_TWICE])
+def test_every_gradient_is_that_of_one_process(runs: Runs, layout: str, recipe: str, bound: float) -> None:
+    """Before the first update; of replicated parameters too, whose ranks see a share of the tokens each."""
+    mine, alone = (runs.whole(name, "gradients") for name in (f"{layout} {recipe}", f"one {recipe}"))
+    assert set(mine) == set(alone)
+    for parameter, gradient in alone.items():
+        assert float((mine[parameter] - gradient).norm() / gradient.norm()) < bound, parameter
 
 
 def holders(ranks: Ranks) -> Iterator[tuple[str, list[Tensor]]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Watched(trainer.Trainer):
     """A trainer that can be looked at, and whose samples have very different numbers of valid tokens."""
 
     last: Watched
+    first_gradients: dict[str, Any]
 
     def run(self, *args: Any) -> Any:
         Watched.last = self
@@ -46,6 +47,11 @@ class Watched(trainer.Trainer):
                 place = torch.arange(batch["tokens"].shape[1])
                 batch["loss_mask"] = (place < batch["tokens"].sum(1, keepdim=True) % len(place)).float()
             yield batches
+
+    def _update(self, norm: float, lr: float) -> None:
+        if self.step == 0:
+            self.first_gradients = shares(self.chunks, lambda parameter: parameter.main_grad)
+        super()._update(norm, lr)
 
 
 class Recorder:
@@ -79,8 +85,8 @@ class Recorder:
         ThreeGemms._quantize = self._real  # type: ignore[method-assign]
 
 
-def weights(chunks: Any) -> dict[str, Any]:
-    """By global name: the rank's share, and where tensor-parallel ranks split it (dimension, sizes of the parts)."""
+def shares(chunks: Any, value: Callable[[Any], torch.Tensor]) -> dict[str, Any]:
+    """By global name: a tensor of each parameter, and where tensor-parallel ranks split it (dimension, part sizes)."""
     split = parallel_state.get_tensor_model_parallel_world_size() > 1
     found = {}
     for name, parameter in named_parameters(chunks):
@@ -88,7 +94,7 @@ def weights(chunks: Any) -> dict[str, Any]:
         if split and getattr(parameter, "tensor_model_parallel", False):
             dim = parameter.partition_dim
             cut = dim, getattr(parameter, "partition_sizes", [parameter.shape[dim]])
-        found[name] = (parameter.detach().clone(), cut)
+        found[name] = (value(parameter).detach().clone(), cut)
     return found
 
 
@@ -101,7 +107,8 @@ def run(overrides: list[str], world_size: int) -> dict[str, Any]:
     state = Watched.last
     return {
         "code": int(code),
-        "weights": weights(state.chunks),
+        "weights": shares(state.chunks, lambda parameter: parameter),
+        "gradients": state.first_gradients,
         "histories": state.runtime.state_dict(),
         "scales": recorder.scales,
         "values": recorder.values,
