@@ -1,10 +1,11 @@
 """How a low-precision run is doing: what quantization does to the tensors of one micro-batch.
 
     flushed       share of the non-zero values that became zero
-    saturated     share of the values beyond the largest that their block's scale can hold
+    saturated     share of the values that were cut to the largest that their block's scale can hold; a block whose scale
+                  is zero is flushed, not saturated
     sqnr_db       signal to quantization noise, 10 log10(sum x^2 / sum (q - x)^2); nearest NVFP4 of Gaussians: 20
     bias          mean(q - x) / mean |x|
-    scale_spread  log2(largest / smallest non-zero block scale)
+    scale_spread  log2(largest / smallest non-zero block scale) of the blocks that hold anything but zeros
     amax          largest magnitude of what was quantized (the rotated copy where it is rotated)
 
 and for each weight gradient `zeros`, its share of exact zeros, which rises over a run. Error and bias are reported
@@ -84,24 +85,42 @@ def statistics(x: Tensor, spec: QuantSpec, values: Values, axis: int, sign_key: 
     magnitude, noise = exact.abs(), rounded - exact
 
     limit = scale * ELEMENT_MAX[element_of(spec)]
+    nonzero = exact != 0
     spread = torch.zeros((), device=x.device)
     if values.block_scale is not None:
         stored = values.block_scale
         blocks = decode_e8m0(stored) if stored.dtype == torch.uint8 else stored.float()
-        present = blocks > 0
-        smallest = torch.where(present, blocks, math.inf).amin()
-        spread = torch.where(present.any(), (blocks.amax() / smallest).log2(), 0.0)
         assert spec.tile is not None
+        spread = _spread(blocks, _any_of_blocks(nonzero, spec.tile))
         for dim, size in enumerate(spec.tile):
             blocks = blocks.repeat_interleave(size, dim)
         limit = limit * blocks[: exact.shape[0], : exact.shape[1]]
-    nonzero = exact != 0
     flushed = (nonzero & (rounded == 0)).sum() / nonzero.sum().clamp(min=1)
-    saturated = (magnitude > limit * (1 + 1e-6)).float().mean()
+    saturated = ((magnitude > limit * (1 + 1e-6)) & (rounded != 0)).float().mean()
     signal, error = exact.square().sum(), noise.square().sum()
     sqnr = torch.where(error == 0, _LARGEST_DB, 10 * (signal / error).log10()).clamp(max=_LARGEST_DB)
     bias = noise.sum() / magnitude.sum().clamp(min=torch.finfo(torch.float32).tiny)
     return torch.stack([flushed, saturated, sqnr, bias, spread, values.amax.amax()])
+
+
+def _any_of_blocks(mask: Tensor, tile: tuple[int, int]) -> Tensor:
+    """Which blocks of a mask [M, N] hold a true value: [ceil(M / rows), ceil(N / columns)]."""
+    for dim, size in enumerate(tile):
+        missing = -mask.shape[dim] % size
+        padding = (0, missing) if dim == 1 else (0, 0, 0, missing)
+        mask = torch.nn.functional.pad(mask, padding).unflatten(dim, (-1, size)).any(dim + 1)
+    return mask
+
+
+def _spread(scales: Tensor, holding: Tensor) -> Tensor:
+    """log2(largest / smallest) of the scales above 0 of those blocks, 0-d; 0 where there are none.
+
+    A block of zeros has whatever scale its format gives it: 0, the smallest, or 1.
+    """
+    present = (scales > 0) & holding
+    largest = torch.where(present, scales, 0.0).amax()
+    smallest = torch.where(present, scales, math.inf).amin()
+    return torch.where(present.any(), largest.log2() - smallest.log2(), 0.0)
 
 
 def _summary(rows: dict[str, list[float]]) -> dict[str, float]:

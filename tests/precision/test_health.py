@@ -87,6 +87,38 @@ def test_flushed_block_beside_an_outlier() -> None:
     assert math.isfinite(found["sqnr_db"])
 
 
+def test_a_flushed_block_is_not_saturated() -> None:
+    """Its scale is 0, and its values are beyond 0, but they were not cut to the largest of anything."""
+    x = torch.full((1, 32), 1e-2)
+    x[0, 0] = 1e4
+    for axis in (0, 1):
+        assert _measure(x if axis else x.t(), QuantSpec("nvfp4"), axis)["saturated"] == 0
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        QuantSpec("nvfp4"),
+        QuantSpec("nvfp4", tile=(16, 16)),
+        QuantSpec("mxfp4"),
+        QuantSpec("mxfp8"),
+        QuantSpec("mxfp8", tile=(32, 32)),
+        QuantSpec("mxfp8", scale_rounding="ocp"),
+        QuantSpec("fp8_block"),
+        QuantSpec("fp8_block", tile=(128, 128)),
+    ],
+    ids=str,
+)
+def test_blocks_of_zeros_have_no_part_in_the_spread_of_scales(spec: QuantSpec, axis: int) -> None:
+    """A gradient has whole blocks of zeros where tokens are masked; the scale of one says nothing."""
+    x = torch.zeros(300, 300)
+    x[:128, :128] = 2.0**-3
+    x[128:256, 128:256] = 2.0**4  # 2^7 times as large
+    assert _measure(x, spec, axis)["scale_spread"] == 7
+    assert _measure(torch.zeros(300, 300), spec, axis)["scale_spread"] == 0
+
+
 def test_gaussians_have_twenty_decibels() -> None:
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(1))
     assert 19.5 < _measure(x, QuantSpec("nvfp4"))["sqnr_db"] < 21.5
