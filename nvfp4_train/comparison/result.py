@@ -171,6 +171,10 @@ def _measure_train(baseline: Run, run: Run, notes: list[str]) -> Measured | None
             f"{baseline.path} has losses from {_span(baseline.train)} tokens and {run.path} from {_span(run.train)}: "
             "there is nothing at equal tokens to compare. Give runs that overlap."
         )
+    if not aligned.baseline[window_start(aligned.tokens) :].mean():
+        raise CompareError(
+            f"{baseline.path}: its training loss is 0 over the last 10%, and a gap is relative to it. Take another one."
+        )
     measured = _measure(aligned)
     if measured.gap.half_width is None:
         notes.append(

@@ -1,8 +1,7 @@
 """How a low-precision run is doing: what quantization does to the tensors of one micro-batch.
 
     flushed       share of the non-zero values that became zero
-    saturated     share of the values that were cut to the largest that their block's scale can hold; a block whose scale
-                  is zero is flushed, not saturated
+    saturated     share of the values that are beyond the largest that their block's scale can hold and were cut to it
     sqnr_db       signal to quantization noise, 10 log10(sum x^2 / sum (q - x)^2); nearest NVFP4 of Gaussians: 20
     bias          mean(q - x) / mean |x|
     scale_spread  log2(largest / smallest non-zero block scale) of the blocks that hold anything but zeros

@@ -85,6 +85,14 @@ def result(out: Path) -> dict[str, Any]:
     return json.loads((out / "compare.json").read_text(), parse_constant=refuse)
 
 
+def test_a_baseline_without_any_loss_is_refused(
+    runs: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "zero", np.zeros(STEPS), settings=config())
+    assert main([str(tmp_path / "zero"), str(runs / "a"), "--out", str(out)]) == 2
+    assert "its training loss is 0 over the last 10%" in capsys.readouterr().err
+
+
 def test_a_paired_run(runs: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(runs, "base a", out) == 0
     found = result(out)

@@ -59,6 +59,31 @@ def test_a_run_shorter_than_the_baseline() -> None:
     )
 
 
+@pytest.mark.parametrize("length", [1000, 1500, 1999])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_same_curve_cut_short_has_a_factor_of_one(length: int, seed: int) -> None:
+    """The end of the shorter one is smoothed from one side: where the noise points up or down there, in both."""
+    noisy = power_law() + 0.1 * np.random.default_rng(seed).standard_normal(len(TOKENS))
+    whole, short = curve(noisy), curve(noisy[:length], TOKENS[:length])
+    assert tokens_to_match(whole, short).factor == 1.0
+    assert tokens_to_match(short, whole).factor == 1.0
+
+
+def test_a_step_that_one_run_skipped_is_left_out_of_both() -> None:
+    noise = 0.1 * np.random.default_rng(0).standard_normal(len(TOKENS))
+    noise[-40:-20] = 2.0
+    skipped = np.where(noise == 2.0, np.nan, power_law() + noise)
+    assert tokens_to_match(curve(power_law() + noise), curve(skipped)).factor == 1.0
+
+
+def test_a_longer_run_that_does_not_catch_up() -> None:
+    long = 1000 * np.arange(1, 2501)
+    assert tokens_to_match(curve(power_law()), curve(power_law(long, 1.5), long)).factor == pytest.approx(1.5, rel=1e-2)
+    assert tokens_to_match(curve(power_law(long, 1.5), long), curve(power_law())).factor == pytest.approx(
+        1 / 1.5, rel=1e-2
+    )
+
+
 def test_not_reached_is_said() -> None:
     baseline, hopeless = curve(power_law()), curve(np.full(len(TOKENS), 9.0))
     found = tokens_to_match(baseline, hopeless)
