@@ -178,14 +178,17 @@ def check_recipes(capability: tuple[int, int] | None, engine: bool) -> list[str]
     native = native_formats(capability)
     ours = [name for name in native if name in FP8_FORMATS]
     theirs = [name for name in native if name not in (*ours, "bf16")]
-    beyond = [f"{name} from {major}.{minor}" for name, (major, minor) in NATIVE_SINCE.items() if name not in native]
+    later = {name: since for name, since in NATIVE_SINCE.items() if capability is None or since > capability}
+    never = [name for name in NATIVE_SINCE if name not in (*native, *later)]
+    beyond = ", ".join(f"{name} from {major}.{minor}" for name, (major, minor) in later.items())
     lines = [
         f"emulated (the same numbers anywhere): {', '.join(recipes)}",
         f"native, by this package: {', '.join(ours) or 'none here'}",
         f"native, through Transformer Engine: {', '.join(theirs) or 'none here'}"
         + ("" if engine or not theirs else " once it can be imported"),
     ]
-    return [*lines, f"compute capabilities needed natively: {', '.join(beyond)}"] if beyond else lines
+    lines += [f"compute capabilities needed natively: {beyond}"] if beyond else []
+    return lines + ([f"emulated alone here: {', '.join(never)}"] if never else [])
 
 
 def check_disk(folder: Path) -> tuple[list[str], list[str]]:

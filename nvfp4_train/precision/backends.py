@@ -19,7 +19,7 @@ from nvfp4_train.precision.assignment import LinearPrecision, recipe_gemms
 from nvfp4_train.precision.config import Operand, PrecisionConfig, PrecisionError
 from nvfp4_train.precision.formats import FP8_FORMATS, element_of
 from nvfp4_train.precision.recipes import standard_gemms
-from nvfp4_train.precision.te_recipes import map_linears
+from nvfp4_train.precision.te_recipes import CLASSES, map_linears
 
 # Least CUDA compute capability whose tensor cores multiply the format: Ada and Hopper for FP8 with one scale a tensor,
 # Hopper for FP8 blocks, Blackwell for the microscaled formats and NVFP4.
@@ -190,13 +190,15 @@ def capability_problem(config: PrecisionConfig, capability: tuple[int, int] | No
 
 
 def native_formats(capability: tuple[int, int] | None) -> list[str]:
-    """Formats that a GPU's tensor cores multiply by themselves."""
+    """Formats that run on a GPU's tensor cores, by this package or through Transformer Engine (which has no mxfp4)."""
     if capability is None:
         return []
     return [
         name
         for name, since in NATIVE_SINCE.items()
-        if since <= capability and not (name in NATIVE_BEFORE and capability >= NATIVE_BEFORE[name])
+        if since <= capability
+        and name in ("bf16", *CLASSES)
+        and not (name in NATIVE_BEFORE and capability >= NATIVE_BEFORE[name])
     ]
 
 

@@ -139,8 +139,8 @@ def test_what_blackwell_multiplies_and_through_what() -> None:
     for engine, once in ((True, ""), (False, " once it can be imported")):
         lines = doctor.check_recipes((10, 0), engine)
         assert "native, by this package: fp8_current, fp8_delayed" in lines
-        assert f"native, through Transformer Engine: mxfp8, mxfp4, nvfp4{once}" in lines
-        assert lines[-1] == "compute capabilities needed natively: fp8_block from 9.0"
+        assert f"native, through Transformer Engine: mxfp8, nvfp4{once}" in lines
+        assert lines[-1] == "emulated alone here: fp8_block, mxfp4"
 
 
 @pytest.mark.parametrize(

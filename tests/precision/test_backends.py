@@ -131,5 +131,5 @@ def test_a_way_of_emulation_is_no_backend_of_its_own() -> None:
 
 def test_blackwell_has_no_fp32_block_scales() -> None:
     assert native_formats((9, 0)) == ["bf16", "fp8_current", "fp8_delayed", "fp8_block"]
-    assert native_formats((10, 0)) == ["bf16", "fp8_current", "fp8_delayed", "mxfp8", "mxfp4", "nvfp4"]
+    assert native_formats((10, 0)) == ["bf16", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4"]
     assert native_formats(None) == []
