@@ -18,7 +18,7 @@ from nvfp4_train.config import ConfigError
 
 LINGER = 60.0  # seconds that node 0 keeps the store open for nodes that are still leaving
 _POLL = 0.2
-_ENDED, _LEFT, _ALL_LEFT, _ROUND = "ended", "left", "all left", "round"
+_ENDED, _LEFT, _ROUND = "ended", "left", "round"
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ def open_store(place: Place) -> TCPStore:
     except (DistError, RuntimeError) as error:
         if serves:
             raise ConfigError(
-                f"port {place.port} of this node can't be served ({_brief(error)}). Another run or program "
+                f"port {place.port} of this node can't be served ({brief(error)}). Another run or program "
                 f"has it: end that, or give all nodes the same other port, as in --head {place.host}:{place.port + 1}."
             ) from None
         raise ConfigError(
-            f"node 0 did not answer at {where} within {place.wait:g} s ({_brief(error)}). Start it with the "
+            f"node 0 did not answer at {where} within {place.wait:g} s ({brief(error)}). Start it with the "
             "same --head and --node-rank 0; see that the name is that of node 0 and that no firewall closes the port."
         ) from None
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """The first line of one of torch's network errors, without its C++ trace."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
@@ -146,12 +146,11 @@ class RollCall(RendezvousHandler):
             raise gone
 
     def shutdown(self) -> bool:
-        """Leave; node 0 stays until the others have left, or for LINGER seconds."""
-        if self._store.add(_LEFT, 1) == self._place.nodes:
-            self._store.set(_ALL_LEFT, "")
-        deadline = time.monotonic() + LINGER
-        while self._place.rank == 0 and not self._store.check([_ALL_LEFT]) and time.monotonic() < deadline:
+        """Leave; node 0 stays until all that came have left, or for LINGER seconds."""
+        left, deadline = self._store.add(_LEFT, 1), time.monotonic() + LINGER
+        while self._place.rank == 0 and left < self._store.add(self._key("count"), 0) and time.monotonic() < deadline:
             time.sleep(_POLL)
+            left = self._store.add(_LEFT, 0)
         return True
 
     # ---- the rest of torch's interface

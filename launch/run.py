@@ -110,7 +110,7 @@ def launch(options: Options) -> int:
     from torch.distributed import DistError
 
     from launch.agent import NodeAgent
-    from launch.roll_call import NodeGone, Place, RollCall, open_store
+    from launch.roll_call import NodeGone, Place, RollCall, brief, open_store
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what matters is said here
     processes = options.processes or torch.cuda.device_count() or 1
@@ -131,7 +131,7 @@ def launch(options: Options) -> int:
         calls.end(ExitCode.MISTAKE if isinstance(error, ConfigError) else ExitCode.INTERRUPTED)
         raise
     except DistError as error:
-        print(f"launch: lost node 0 at {options.host}:{options.port} ({error})", file=sys.stderr, flush=True)
+        print(f"launch: lost node 0 at {options.host}:{options.port} ({brief(error)})", file=sys.stderr, flush=True)
         return ExitCode.INTERNAL
     finally:
         with suppress(DistError):

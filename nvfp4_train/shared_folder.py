@@ -28,7 +28,7 @@ def check_shared(file: Path, world: World, patience: float = PATIENCE) -> None:
         return
     token = gather(secrets.token_hex(8), world)[0]
     on_main(world, partial(_write, file, token))
-    asked = int(os.environ.get("LOCAL_RANK", 0)) == 0 and not world.is_main
+    asked = int(os.environ.get("LOCAL_RANK", 0)) == 0
     blind = asked and not _reads(file, token, patience)
     hosts = gather(socket.gethostname() if blind else None, world)
     if any(hosts):

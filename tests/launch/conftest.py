@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -59,3 +60,14 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], 
 def lines_of(file: Path) -> int:
     """How many lines a file has, 0 where there is none."""
     return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def children(pid: int) -> list[int]:
+    """Process numbers of a process's children."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def free_port() -> int:
+    """A port that nobody has."""
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])

@@ -45,6 +45,32 @@ def test_a_restart_on_one_node_is_seen_by_the_others_and_waits_for_them() -> Non
     assert not second[0].result().store.check(["key"])
 
 
+def test_a_node_that_was_replaced_takes_its_rank_in_the_next_round() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        nodes = [node(store, rank) for rank in range(3)]
+        list(pool.map(RollCall.next_rendezvous, nodes))
+        nodes[1] = node(store, 1)
+        again = pool.submit(nodes[1].next_rendezvous)
+        while not nodes[2].num_nodes_waiting():
+            assert not again.done()
+        found = [*pool.map(RollCall.next_rendezvous, [nodes[0], nodes[2]]), again.result()]
+    assert [info.rank for info in found] == [0, 2, 1]
+
+
+def test_node_0_stays_until_those_that_came_have_left() -> None:
+    store = HashStore()
+    nodes = [node(store, rank, wait=0.0) for rank in (0, 1)]  # and the third never comes
+    for call in nodes:
+        with pytest.raises(ConfigError):
+            call.next_rendezvous()
+    with ThreadPoolExecutor(1) as pool:
+        stays = pool.submit(nodes[0].shutdown)
+        assert not stays.done()
+        nodes[1].shutdown()
+        assert stays.result(timeout=10)
+
+
 def test_a_node_that_never_comes_is_named_beside_those_that_came() -> None:
     store = HashStore()
     nodes = [node(store, rank, wait=0.0) for rank in (0, 2)]

@@ -1,0 +1,102 @@
+"""What the launcher makes of the ends of its processes. The processes here do one thing and import nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from nvfp4_train.exits import ExitCode
+from tests.launch.conftest import children, free_port, launcher, lines_of, start, wait_until
+
+STAND_IN = """
+import os, signal, sys
+if "RANK" in os.environ:  # in place of training
+    with open(os.environ["STARTS"], "a") as file:
+        print(os.environ["RANK"], signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, []), file=file)
+{body}
+"""
+CRASH = "    os._exit(1)"
+WAIT = """
+    signals = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    print("ready", flush=True)
+    while len(signals) < {number}:
+        signal.pause()
+    os._exit(75)
+"""
+
+
+def in_place_of_training(folder: Path, body: str) -> tuple[dict[str, str], Path, Path]:
+    """Variables that put `body` in place of training, the file in which each start leaves a line, and an output."""
+    (folder / "sitecustomize.py").write_text(STAND_IN.format(body=body))
+    return {"PYTHONPATH": str(folder), "STARTS": str(folder / "starts")}, folder / "starts", folder / "out"
+
+
+def test_after_so_many_restarts_the_code_is_that_of_a_crash(tmp_path: Path) -> None:
+    variables, starts, output = in_place_of_training(tmp_path, CRASH)
+    process = start(launcher("--processes", "1", "--restarts", "2"), output, **variables)
+    assert process.wait(timeout=300) == ExitCode.INTERNAL
+    assert lines_of(starts) == 3
+    said = [line for line in output.read_text().splitlines() if line.startswith("launch: ")]
+    assert [line.partition("(internal)")[2] for line in said] == [
+        "; restart 1 of 2 goes on from the last checkpoint",
+        "; restart 2 of 2 goes on from the last checkpoint",
+        "",
+    ]
+
+
+def test_a_signal_asks_once_and_nothing_is_started_again(tmp_path: Path) -> None:
+    variables, starts, output = in_place_of_training(tmp_path, WAIT.format(number=1))
+    process = start(launcher("--processes", "2", "--restarts", "3"), output, **variables)
+    wait_until(lambda: output.read_text().count("ready") == 2, process, output)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=300) == ExitCode.INTERRUPTED, output.read_text()
+    assert sorted(starts.read_text().splitlines()) == ["0 True", "1 True"]  # SIGUSR1 does not reach them
+    assert "SIGUSR1: asking the processes of this node to save and leave" in output.read_text()
+
+
+def test_a_second_signal_is_handed_on(tmp_path: Path) -> None:
+    variables, _, output = in_place_of_training(tmp_path, WAIT.format(number=2))
+    process = start(launcher("--processes", "1"), output, **variables)
+    wait_until(lambda: "ready" in output.read_text(), process, output)
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "SIGTERM: asking" in output.read_text(), process, output)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=300) == ExitCode.INTERRUPTED
+
+
+def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
+    """It ends before torch is imported, so this is cheap."""
+    output = tmp_path / "out"
+    process = start(launcher("--processes", "2", "--restarts", "3", "--", "data.pth=x"), output)
+    assert process.wait(timeout=300) == ExitCode.MISTAKE
+    said = output.read_text()
+    assert "data.pth: there is no such key" in said
+    assert said.splitlines()[-1].endswith("ended with exit code 2 (mistake)")
+    assert "restart" not in said
+
+
+def test_all_nodes_end_with_the_code_of_the_one_that_failed(tmp_path: Path) -> None:
+    """Node 1 has a command line with a mistake in it; the process of node 0 waits for ever."""
+    variables, _, output = in_place_of_training(tmp_path, WAIT.format(number=1))
+    where = ["--nodes", "2", "--head", f"localhost:{free_port()}", "--processes", "1"]
+    first = start(launcher(*where, "--node-rank", "0"), output, **variables)
+    second = start(launcher(*where, "--node-rank", "1", "--", "steps=x"), tmp_path / "second")
+    assert second.wait(timeout=300) == ExitCode.MISTAKE
+    assert first.wait(timeout=300) == ExitCode.MISTAKE, output.read_text()
+    assert "launch: node 1 (" in output.read_text()
+    assert "ended the run with exit code 2; its own output says why" in output.read_text()
+
+
+def test_without_node_0_the_others_end(tmp_path: Path) -> None:
+    variables, starts, output = in_place_of_training(tmp_path, WAIT.format(number=1))
+    where = ["--nodes", "2", "--head", f"localhost:{free_port()}", "--processes", "1", "--restarts", "3"]
+    nodes = [start(launcher(*where, "--node-rank", str(rank)), output, **variables) for rank in range(2)]
+    wait_until(lambda: lines_of(starts) == 2, nodes[1], output)
+    orphans = children(nodes[0].pid)
+    nodes[0].kill()
+    assert nodes[1].wait(timeout=300) == ExitCode.INTERNAL
+    for pid in orphans:
+        os.kill(pid, signal.SIGKILL)
+    assert "launch: lost node 0 at localhost:" in output.read_text()
