@@ -21,7 +21,6 @@ from nvfp4_train.precision.kernels.device import (
     INTERPRETED,
     MAGNITUDE,
     SIGN,
-    SLOT_STRIDE,
     SLOTS,
     load_amax,
     magnitude_bits,
@@ -135,8 +134,8 @@ def tensor_codes_kernel(
     if DELAYED:
         encode, decode = fp8_scales(tl.load(history).to(tl.int32, bitcast=True), LARGEST, False)
         largest = tl.max(tl.max(largest_bits(parts), 1), 0)
-        tl.atomic_max(amax + program % SLOTS * SLOT_STRIDE, largest, sem="release")
-        done = tl.atomic_add(amax + SLOTS * SLOT_STRIDE, 1, sem="acq_rel") + 1
+        tl.atomic_max(amax + program % SLOTS, largest, sem="release")
+        done = tl.atomic_add(amax + SLOTS, 1, sem="acq_rel") + 1
         if done == tl.num_programs(0) * tl.num_programs(1):
             store_scales(scales, amax, decode)
     else:

@@ -22,8 +22,9 @@ from nvfp4_train.precision.config import QuantSpec
 from nvfp4_train.precision.fit import WHOLE_TENSOR_MULTIPLE
 from nvfp4_train.precision.formats import ELEMENT_MAX, element_of
 from nvfp4_train.precision.fp8 import DTYPES
-from nvfp4_train.precision.kernels import fp8, nvfp4
-from nvfp4_train.precision.kernels.launch import enter_amax
+from nvfp4_train.precision.kernels import fp8
+from nvfp4_train.precision.kernels.buffers import SLOTS
+from nvfp4_train.precision.kernels.launch_nvfp4 import enter_amax
 from nvfp4_train.precision.shards import WHOLE, Shard, take_largest
 
 _BLOCK = fp8.TILE.value
@@ -86,7 +87,7 @@ def _one_layout(x: Tensor, spec: QuantSpec, transposed: bool, history: Tensor | 
 
 def _slots(x: Tensor) -> Tensor:
     """Zeroed amax slots, and one number behind them."""
-    return torch.zeros(nvfp4.AMAX_SIZE.value + 1, dtype=torch.int32, device=x.device)
+    return torch.zeros(SLOTS + 1, dtype=torch.int32, device=x.device)
 
 
 def _amax_slots(x: Tensor, shard: Shard) -> Tensor:

@@ -15,19 +15,24 @@ from torch import Tensor
 
 from nvfp4_train.precision import QuantSpec, quantize_values
 from nvfp4_train.precision.kernels import launch
+from nvfp4_train.precision.kernels.buffers import Made
 from nvfp4_train.precision.quantizer import Values
 from nvfp4_train.precision.shards import WHOLE, Axis, Shard
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 KEYS = 0x123456789ABCDEF0, 0xFEDCBA9876543210
-NEAREST, STOCHASTIC, SQUARE = (
-    QuantSpec("nvfp4"),
-    QuantSpec("nvfp4", rounding="stochastic"),
-    QuantSpec("nvfp4", (16, 16)),
-)
-ROTATED = QuantSpec("nvfp4", rotation=16)
+NEAREST, ROTATED = QuantSpec("nvfp4"), QuantSpec("nvfp4", rotation=16)
+STOCHASTIC = QuantSpec("nvfp4", rounding="stochastic")
 ROTATED_STOCHASTIC = QuantSpec("nvfp4", rounding="stochastic", rotation=16)
+MSE, MAE = QuantSpec("nvfp4", four_over_six="mse"), QuantSpec("nvfp4", four_over_six="mae")
+MX4, MX4_STOCHASTIC = QuantSpec("mxfp4"), QuantSpec("mxfp4", rounding="stochastic")
+MX4_OCP = QuantSpec("mxfp4", scale_rounding="ocp")
+MX4_ROTATED = QuantSpec("mxfp4", rotation=32)
+MX4_ROTATED_STOCHASTIC = QuantSpec("mxfp4", rounding="stochastic", rotation=32)
+MX8, MX8_OCP = QuantSpec("mxfp8"), QuantSpec("mxfp8", scale_rounding="ocp")
+FP8, FP8_POWER = QuantSpec("fp8_block"), QuantSpec("fp8_block", power_of_two=True)
 Pair = tuple[QuantSpec | None, QuantSpec | None]
+# Operands along the columns and along the rows, from one read; the first of each format is that of its recipe.
 PAIRS: tuple[Pair, ...] = (
     (NEAREST, ROTATED),
     (STOCHASTIC, ROTATED_STOCHASTIC),
@@ -35,35 +40,83 @@ PAIRS: tuple[Pair, ...] = (
     (STOCHASTIC, STOCHASTIC),
     (NEAREST, None),
     (None, ROTATED_STOCHASTIC),
+    (MSE, ROTATED),
+    (MAE, None),
+    (MX4, MX4_ROTATED),
+    (MX4_STOCHASTIC, MX4_ROTATED_STOCHASTIC),
+    (MX4_OCP, MX4_STOCHASTIC),
+    (MX8, MX8),
+    (MX8_OCP, MX8_OCP),
+    (FP8, FP8),
+    (FP8_POWER, FP8_POWER),
+    (None, FP8),
 )
-
-
-def same(found: launch.Made, reference: Values) -> bool:
-    """Equal values, scale and amax. A tensor that is not finite is NaN through its scale, whatever the values."""
-    scale = found.scale.cpu()
-    equal = torch.equal(found.amax.cpu(), reference.amax) or bool(found.amax.isnan() and reference.amax.isnan())
-    if bool(scale.isnan()):
-        return equal and reference.scale is not None and bool(reference.scale.isnan())
-    assert reference.scale is not None
-    return equal and torch.equal(scale, reference.scale) and torch.equal(found.values.cpu().float(), reference.values)
-
-
+# One operand that serves both contractions.
+SQUARE = QuantSpec("nvfp4", (16, 16))
+SHARED: tuple[QuantSpec, ...] = (
+    SQUARE,
+    QuantSpec("nvfp4", (16, 16), four_over_six="mse"),
+    QuantSpec("nvfp4", (16, 16), four_over_six="mae"),
+    QuantSpec("mxfp4", (32, 32)),
+    QuantSpec("mxfp8", (32, 32)),
+    QuantSpec("fp8_block", (128, 128)),
+    QuantSpec("fp8_current"),
+    QuantSpec("fp8_current", element="e5m2"),
+    QuantSpec("fp8_delayed"),
+)
+NVFP4 = PAIRS[:6]
+# For the interpreter, which is slow: one way of each kernel.
+FEW: tuple[Pair, ...] = tuple(PAIRS[i] for i in (6, 8, 11))
 # Two pieces of the rows, one of the columns, of a matrix [96, 288], in an order of their own.
 PART = Shard(Axis(96, ((64, 16), (16, 16))), Axis(288, ((144, 144),)))
+# The same with blocks of 32: of a matrix [192, 576].
+PART32 = Shard(Axis(192, ((128, 32), (32, 32))), Axis(576, ((288, 288),)))
 
 
-def differences(x: Tensor, device: str, pairs: tuple[Pair, ...] = PAIRS, shard: Shard = WHOLE) -> list[str]:
-    """Which ways of quantizing x, or x as a part of a matrix, on `device` differ from the reference on the CPU."""
+def equal(found: Tensor, reference: Tensor) -> bool:
+    """Equal numbers; NaN equals NaN."""
+    return bool(((found == reference) | (found.isnan() & reference.isnan())).all())
+
+
+def same(found: Made, reference: Values) -> bool:
+    """Equal values, scale and amax. A tensor that is not finite is NaN through its scale, whatever the values."""
+    values = reference.values.to(found.values.dtype)
+    if found.scale is None or found.amax is None:
+        return reference.scale is None and equal(found.values.cpu(), values)
+    assert reference.scale is not None
+    if not equal(found.amax.cpu(), reference.amax) or not equal(found.scale.cpu(), reference.scale):
+        return False
+    return bool(reference.scale.isnan()) or equal(found.values.cpu(), values)
+
+
+def differences(
+    x: Tensor,
+    device: str,
+    pairs: tuple[Pair, ...] = PAIRS,
+    shared: tuple[QuantSpec, ...] = SHARED,
+    shard: Shard = WHOLE,
+) -> list[str]:
+    """Which ways of quantizing x, or x as a part of a matrix, on `device` differ from the reference on the CPU.
+
+    Ways whose blocks x is no multiple of are passed over.
+    """
     different = []
     on_device = x.to(device)
-    for rows, columns in pairs:
-        made = launch.quantize_rows_and_columns(on_device, rows, columns, *KEYS, shard)
-        for found, spec, key, axis in zip(made, (rows, columns), KEYS, (1, 0), strict=True):
+    for pair in pairs:
+        if not all(spec is None or launch.serves(x, spec, 1 - i, shard) for i, spec in enumerate(pair)):
+            continue
+        made = launch.quantize_rows_and_columns(on_device, *pair, *KEYS, shard)
+        for found, spec, key, axis in zip(made, pair, KEYS, (1, 0), strict=True):
             assert (found is None) == (spec is None)
             if found and spec and not same(found, quantize_values(x, spec, key=key, axis=axis, shard=shard)):
-                different.append(f"axis {axis} of {rows and rows.rounding}, {columns and columns.rounding}: {spec}")
-    if not same(launch.quantize_square(on_device), quantize_values(x, SQUARE)):
-        different.append("16x16")
+                different.append(f"axis {axis} of {[spec and spec.rounding for spec in pair]}: {spec}")
+    for spec in shared:
+        if launch.serves(x, spec, 1, shard):
+            amax = torch.tensor(2.5) if spec.format == "fp8_delayed" else None
+            there = None if amax is None else amax.to(device)
+            found = launch.quantize_operand(on_device, spec, 1, 0, shard, there)
+            if not same(found, quantize_values(x, spec, amax=amax, shard=shard)):
+                different.append(str(spec))
     return different
 
 
@@ -111,14 +164,23 @@ def matrix(rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 def main() -> None:
     """Checks on small matrices in this process; exits with 1 and says what differs."""
-    few = PAIRS[:1]  # the interpreter is slow
-    cases = [*((name, x[:16], few) for name, x in golden()), *((name, x, few) for name, x in edges())]
-    for shape in ((16, 16), (32, 144)):
-        for dtype in (torch.bfloat16, torch.float32):
-            cases.append((f"{shape} {dtype}", matrix(*shape, sum(shape), dtype), PAIRS))
-    failed = [f"{name}: {found}" for name, x, pairs in cases for found in differences(x, "cpu", pairs)]
-    part = matrix(32, 144, 7, torch.bfloat16)
-    failed += [f"part: {found}" for found in differences(part, "cpu", PAIRS[1:2], PART)]
+    inputs = dict(golden()) | dict(edges())
+    cases = [
+        (name, x[:16].contiguous(), NVFP4[:1], SHARED[:1])
+        for name, x in inputs.items()
+        if name.replace("_f32", "_bf16") == name or name.replace("_f32", "_bf16") not in inputs
+    ]
+    cases.append(("denormal", inputs["denormal"], FEW, ()))
+    cases.append(("nan", inputs["nan bf16"], (), SHARED))
+    cases.append(("beside an outlier", inputs["bf16max_one_64x64_f32"][:32], (PAIRS[1], PAIRS[6]), SHARED[1:2]))
+    cases.append(("bf16", matrix(32, 64, 1, torch.bfloat16), PAIRS, SHARED))
+    cases.append(("FP32", matrix(16, 32, 2, torch.float32), FEW, SHARED[:2]))
+    cases.append(("128", matrix(128, 128, 3, torch.bfloat16), PAIRS[-3:], SHARED[-4:-3]))
+    failed = [f"{name}: {found}" for name, x, *ways in cases for found in differences(x, "cpu", *ways)]
+    for shard, pair in ((PART, PAIRS[1:2]), (PART32, PAIRS[9:10])):
+        rows, columns = (axis.length for axis in shard if axis is not None)
+        part = matrix(rows, columns, 7, torch.bfloat16)
+        failed += [f"part: {found}" for found in differences(part, "cpu", pair, SHARED[:1], shard)]
     print("\n".join([*failed, f"{len(cases)} matrices, {len(failed)} differences"]))
     raise SystemExit(bool(failed))
 
