@@ -35,6 +35,7 @@ from nvfp4_train.layout import choose_backend, phase_steps, tokens_per_step
 from nvfp4_train.precision.assignment import LinearPrecision, assign
 from nvfp4_train.precision.backends import Backend
 from nvfp4_train.precision.linear import QuantizedColumnParallelLinear, QuantizedRowParallelLinear, attach
+from nvfp4_train.precision.operands import without_kernel
 from nvfp4_train.precision.phases import PassSchedule, resolve
 from nvfp4_train.precision.report import report, summary
 from nvfp4_train.precision.runtime import PrecisionRuntime
@@ -171,7 +172,8 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
         f"vocabulary {config.model.vocab_size} padded to {padded}"
     )
     kernels = {line for lines in gather([describe_kernels(chunk) for chunk in chunks], world) for line in chain(*lines)}
-    for line in (*describe_layout(config, world), *sorted(kernels), *summary(full_report)):
+    slow = without_kernel(assignments) if world.device.type == "cuda" else []
+    for line in (*describe_layout(config, world), *sorted(kernels), *slow, *summary(full_report)):
         say(line)
     combinations = "1 combination" if tested == 1 else f"{tested} combinations"
     say(f"start-up test passed: {combinations} of formats, all three GEMMs, on {device_name(world.device)}")

@@ -74,6 +74,7 @@ class HealthSample:
 
 def statistics(x: Tensor, spec: QuantSpec, values: Values, axis: int, sign_key: int = 0) -> Tensor:
     """The six `STATISTICS` of one operand, FP32 [6] on its device; arguments as in `HealthSample.operand`."""
+    assert values.amax is not None
     exact = rotate(x, spec, sign_key, axis).float()
     rounded = values.values.float()
     if axis == 0:  # as the operand lies: rows along the contraction

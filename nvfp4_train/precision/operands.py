@@ -10,14 +10,26 @@ contracted dimension contiguous in memory, filled up with zero rows to whole blo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
+from nvfp4_train.precision.assignment import LinearPrecision
 from nvfp4_train.precision.config import QuantSpec
 from nvfp4_train.precision.formats import FP8_FORMATS
 from nvfp4_train.precision.quantizer import Values, quantize_values
 from nvfp4_train.precision.shards import WHOLE, Shard
+
+# The dimension over which each GEMM contracts the tensor that an operand is made of.
+AXES = {
+    ("fprop", "input"): 1,
+    ("fprop", "weight"): 1,
+    ("dgrad", "gradient"): 1,
+    ("dgrad", "weight"): 0,
+    ("wgrad", "gradient"): 0,
+    ("wgrad", "input"): 0,
+}
 
 
 def quantize_operand(
@@ -36,21 +48,37 @@ def quantize_operand(
     if native:
         rows, columns = (spec, None) if axis == 1 else (None, spec)
         return _values(_fp8_launch().quantize_codes(x.contiguous(), rows, columns, amax, shard)[1 - axis], axis)
-    if x.is_cuda and amax is None and not block_scales:
-        launch = _launch()
-        if launch.serves(x, spec, axis, shard):
-            return Values(*launch.quantize_operand(x.contiguous(), spec, axis, key, shard))
+    if not block_scales and (amax is None or spec.format == "fp8_delayed") and has_kernel(x, spec, axis, shard):
+        return Values(*_launch().quantize_operand(x.contiguous(), spec, axis, key, shard, amax))
     return quantize_values(x, spec, key=key, axis=axis, amax=amax, sign_key=sign_key, shard=shard)
+
+
+def has_kernel(x: Tensor, spec: QuantSpec, axis: int, shard: Shard = WHOLE) -> bool:
+    """Whether a kernel, not PyTorch's operations, quantizes x."""
+    return x.is_cuda and bool(_launch().serves(x, spec, axis, shard))
 
 
 def made_together(x: Tensor, rows: QuantSpec, columns: QuantSpec, shard: Shard = WHOLE, native: bool = False) -> bool:
     """Whether `quantize_both` takes x with these specs."""
     if native:
         return rows == columns and rows.format in FP8_FORMATS
-    if not x.is_cuda or any(spec.tile is not None and spec.tile[0] > 1 for spec in (rows, columns)):
+    if not has_kernel(x, rows, 1, shard) or not has_kernel(x, columns, 0, shard):
         return False
-    launch = _launch()
-    return launch.serves(x, rows, 1, shard) and launch.serves(x, columns, 0, shard)
+    return bool(_launch().made_together(rows, columns))
+
+
+def without_kernel(assignments: Iterable[LinearPrecision]) -> list[str]:
+    """For a run on a GPU, a line about each kind of operand that PyTorch's operations must quantize."""
+    launch, found = _launch(), dict[str, dict[str, None]]()
+    for assignment in assignments:
+        for gemm_name, kinds in assignment.operands.items():
+            for kind, spec in kinds.items():
+                if spec.format != "bf16" and not launch.known(spec, AXES[gemm_name, kind]):
+                    found.setdefault(spec.format, {})[f"{gemm_name} {kind}"] = None
+    return [
+        f"no kernel quantizes {', '.join(names)} to this {name}: PyTorch's own operations do, same bits, slower"
+        for name, names in found.items()
+    ]
 
 
 def quantize_both(

@@ -38,14 +38,14 @@ class Values:
             rotated operand has its contraction padded to a multiple of the rotation.
         scale: float32, 0-d, or one for each row of the operand (row scaling); None for 1.
         amax: float32 largest magnitude of this tensor (after rotation), 0-d, or one for each row (row scaling); of the
-            whole tensor where x is a part of one and the scale follows it.
+            whole tensor where x is a part of one and the scale follows it. None where a kernel had no need of it.
         block_scale: block scales as stored, in the operand's order; None where there are none.
         axis: dimension along which blocks lie; the rows of the operand lie along the other.
     """
 
     values: Tensor
     scale: Tensor | None
-    amax: Tensor
+    amax: Tensor | None
     block_scale: Tensor | None = None
     axis: int = 1
 

@@ -1,8 +1,9 @@
 """Before a run: does every GEMM that it will use compute what it should, on this device?
 
 A kernel that returns zeros on a GPU nobody tried trains happily on zero gradients. So each distinct set of operands
-runs one small forward and backward pass, compared with plain float64 products within what the formats can explain, and,
-on another device than a CPU, with the reference quantizers on the CPU, whose bits it must have.
+runs one small forward and backward pass, compared with plain float64 products within what the formats can explain. On
+another device than a CPU, each quantizing kernel of the run must have the bits of the reference, and the pass must
+agree with that on the CPU.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from nvfp4_train.precision.assignment import LinearPrecision
-from nvfp4_train.precision.config import PrecisionError
+from nvfp4_train.precision.config import PrecisionError, QuantSpec
 from nvfp4_train.precision.delayed import AmaxHistories
-from nvfp4_train.precision.formats import element_of
+from nvfp4_train.precision.formats import FP8_FORMATS, element_of
+from nvfp4_train.precision.operands import AXES, has_kernel, made_together, quantize_both, quantize_operand
 from nvfp4_train.precision.phases import Passes
+from nvfp4_train.precision.quantizer import Values, quantize_values
 from nvfp4_train.precision.runtime import PrecisionRuntime
 from nvfp4_train.precision.te_linear import TeLinears
 from nvfp4_train.precision.te_recipes import TeRecipe
@@ -27,6 +30,9 @@ from nvfp4_train.precision.three_gemms import ThreeGemms
 _SIZE = 128  # tokens, in-features and out-features: the smallest that fits every format
 # Relative error (RMS) of one quantized Gaussian operand, with a factor of two to spare.
 _OPERAND_ERROR = {"e2m1": 0.25, "e4m3": 0.06, "e5m2": 0.12, "bf16": 0.01}
+# Rows and columns of what kernels are tried on: several programs of each, and a ragged last one.
+_ROWS, _COLUMNS = 256, 1152
+_KEY = 1 << 40
 _SAME = 2.0**-7  # relative difference of two devices: the order of the sums, and one rounding to BF16
 
 
@@ -65,6 +71,7 @@ def self_test(
         for product in Products._fields:
             _compare(product, small, reference, exact, _allowed(product, small), "CPU", "plain float64")
         if device.type != "cpu":
+            _compare_kernels(assignment, device, name, native)
             found = _run(small, x.to(device), w.to(device), dy.to(device), native, gemm)
             for product in Products._fields:
                 _compare(product, small, found, reference, _SAME, name, "the reference on the CPU")
@@ -119,6 +126,50 @@ def _small_problem() -> tuple[Tensor, Tensor, Tensor, Products]:
     x, dy = x.bfloat16(), dy.bfloat16()
     exact = Products(x.double() @ w.double().t(), dy.double() @ w.double(), dy.double().t() @ x.double())
     return x, w, dy, exact
+
+
+def _compare_kernels(precision: LinearPrecision, device: torch.device, name: str, native: bool = False) -> None:
+    """Every operand of a linear that kernels make, by itself and along with its other layout, against the reference.
+
+    Of a native run those that FP8 tensor cores read are left to its products.
+    """
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(_ROWS, _COLUMNS, generator=generator) * torch.randn(_ROWS, 1, generator=generator).exp()
+    x[17, 33], x[64:80] = 1e4, 0.0  # an outlier, blocks of zeros, and blocks too small for a scale
+    x[96:128] *= 1e-7
+    for (gemm, kind), axis in AXES.items():
+        spec, source = precision.operands[gemm][kind], x if kind == "weight" else x.bfloat16()
+        on_device = source.to(device)
+        if not has_kernel(on_device, spec, axis) or (native and spec.format in FP8_FORMATS):
+            continue
+        amax = torch.tensor(3.0) if spec.format == "fp8_delayed" else None
+        found = quantize_operand(
+            on_device, spec, key=_KEY, axis=axis, amax=amax if amax is None else amax.to(device), sign_key=None,
+            block_scales=False,
+        )  # fmt: skip
+        expected = quantize_values(source, spec, key=_KEY, axis=axis, amax=amax)
+        _same_bits(found, expected, f"{gemm} {kind}", spec, name)
+        if kind == "weight" or axis == 0:
+            continue
+        columns = precision.operands["wgrad"][kind]
+        if made_together(on_device, spec, columns):
+            first, second = quantize_both(on_device, spec, columns, _KEY, _KEY + 1)
+            _same_bits(first, expected, f"{gemm} {kind}", spec, name)
+            expected = quantize_values(source, columns, key=_KEY + 1, axis=0)
+            _same_bits(second, expected, f"wgrad {kind}", columns, name)
+
+
+def _same_bits(found: Values, expected: Values, operand: str, spec: QuantSpec, device: str) -> None:
+    values, scale = found.values.cpu(), expected.scale
+    different = int((values != expected.values.to(values.dtype)).sum())
+    scaled = found.scale is None if scale is None else found.scale is not None and torch.equal(found.scale.cpu(), scale)
+    if different or not scaled:
+        raise PrecisionError(
+            f"The start-up test failed on {device}: the kernel that quantizes {operand} to {spec.format} differs "
+            f"from the reference in {different} of {values.numel()} numbers{'' if scaled else ' and in its scale'}. "
+            "Training would go wrong silently. Choose another precision or device, and report this device and its "
+            "driver."
+        )
 
 
 def _run(

@@ -187,6 +187,7 @@ class ThreeGemms:
             native=native,
         )
         if amax is not None:
+            assert values.amax is not None
             self.runtime.record_amax(name, values.amax, call)
         if call.sampled:
             seen = quantize_values(x, operand, axis=axis, amax=amax, shard=shard) if native else values

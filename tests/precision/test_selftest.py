@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_train.precision import operands, three_gemms
+from nvfp4_train.precision import operands, selftest, three_gemms
 from nvfp4_train.precision.assignment import assign
 from nvfp4_train.precision.config import PrecisionError
 from nvfp4_train.precision.gemm import gemm
@@ -62,6 +62,24 @@ def test_rotations_that_do_not_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operands, "quantize_values", broken)
     with pytest.raises(PrecisionError, match="dgrad in nvfp4"):
         self_test([precision("quartet2")], "cpu")
+
+
+@pytest.mark.parametrize("operand", ["fprop input", "fprop weight", "dgrad gradient", "wgrad gradient", "wgrad input"])
+def test_a_kernel_with_one_wrong_number(monkeypatch: pytest.MonkeyPatch, operand: str) -> None:
+    calls: list[str] = []
+    names = [" ".join(pair) for pair in operands.AXES]
+
+    def broken(x: Tensor, spec: Any, *, block_scales: bool, **kwargs: Any) -> Values:
+        found = quantize_values(x, spec, **kwargs)
+        calls.append(names[len(calls)])
+        if calls[-1] == operand:
+            found.values[-1, -1] += 1
+        return found
+
+    monkeypatch.setattr(selftest, "has_kernel", lambda *args: True)
+    monkeypatch.setattr(selftest, "quantize_operand", broken)
+    with pytest.raises(PrecisionError, match=f"{operand} to nvfp4 differs from the reference in 1 of "):
+        selftest._compare_kernels(precision("nvfp4"), torch.device("cpu"), "a card")
 
 
 @pytest.mark.gpu
