@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import platform
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -26,9 +27,38 @@ from tests.precision.linears import precision
 # tokens, in-features, out-features
 LINEARS = ((8192, 5120, 20480), (8192, 20480, 5120), (8192, 5120, 22656), (8192, 2048, 8192))
 OPERANDS = ((8192, 2048), (8192, 5120), (8192, 20480))
+Specs = tuple[QuantSpec | None, QuantSpec | None]
 NEAREST, ROTATED = QuantSpec("nvfp4"), QuantSpec("nvfp4", rotation=16)
 STOCHASTIC = QuantSpec("nvfp4", rounding="stochastic")
 ROTATED_STOCHASTIC = QuantSpec("nvfp4", rounding="stochastic", rotation=16)
+MSE, MAE = QuantSpec("nvfp4", four_over_six="mse"), QuantSpec("nvfp4", four_over_six="mae")
+MX4, MX4_ROTATED = QuantSpec("mxfp4"), QuantSpec("mxfp4", rotation=32)
+MX4_STOCHASTIC = QuantSpec("mxfp4", rounding="stochastic")
+MX4_ROTATED_STOCHASTIC = QuantSpec("mxfp4", rounding="stochastic", rotation=32)
+MX8, FP8 = QuantSpec("mxfp8"), QuantSpec("fp8_block")
+# Along features and along tokens; bytes an element that must move, reads for an amax among them.
+QUANTIZERS: tuple[tuple[str, Specs, int], ...] = (
+    ("nvfp4 nearest, one layout", (NEAREST, None), 6),
+    ("nvfp4 nearest, both layouts", (NEAREST, ROTATED), 8),
+    ("nvfp4 stochastic, both layouts", (STOCHASTIC, ROTATED_STOCHASTIC), 8),
+    ("four over six (mse), one layout", (MSE, None), 6),
+    ("four over six (mae), one layout", (MAE, None), 6),
+    ("four over six and nvfp4, both", (MSE, ROTATED), 8),
+    ("mxfp4 nearest, both layouts", (MX4, MX4_ROTATED), 6),
+    ("mxfp4 stochastic, both layouts", (MX4_STOCHASTIC, MX4_ROTATED_STOCHASTIC), 6),
+    ("mxfp8, one layout", (MX8, None), 4),
+    ("mxfp8, both layouts", (MX8, MX8), 6),
+    ("fp8_block, both layouts (FP32 values)", (FP8, FP8), 10),
+)
+# One copy for both contractions: of activations in BF16, and of weights in FP32.
+TENSORS = (("fp8_current", QuantSpec("fp8_current"), 6), ("fp8_delayed", QuantSpec("fp8_delayed"), 6))
+WEIGHTS = (
+    ("nvfp4 16x16", QuantSpec("nvfp4", (16, 16)), 10),
+    ("four over six (mse) 16x16", QuantSpec("nvfp4", (16, 16), four_over_six="mse"), 10),
+    ("mxfp4 32x32", QuantSpec("mxfp4", (32, 32)), 6),
+    ("fp8_block 128x128 (FP32 values)", QuantSpec("fp8_block", (128, 128)), 8),
+    ("fp8_current", QuantSpec("fp8_current"), 10),
+)
 
 
 def milliseconds(run: Callable[[], object], repeat: int) -> float:
@@ -45,25 +75,25 @@ def copy_rate() -> float:
 
 def quantizers(rate: float) -> None:
     """One row an operand: microseconds, and the share of the copy rate that they mean."""
-    print(f"\n{'quantizer':<42} {'us':>7} {'bytes at copy rate':>19}")
+    print(f"\n{'quantizer':<52} {'us':>7} {'bytes at copy rate':>19}")
+    keys = 1 << 40, 2 << 40
     for rows, columns in OPERANDS:
         x = torch.randn(rows, columns, device="cuda").bfloat16()
-        runs: dict[str, tuple[int, Callable[[], object]]] = {
-            "one layout, nearest": (6, lambda x=x: launch.quantize_rows_and_columns(x, NEAREST, None)),
-            "both layouts, nearest": (8, lambda x=x: launch.quantize_rows_and_columns(x, NEAREST, ROTATED)),
-            "both layouts, stochastic": (
-                8,
-                lambda x=x: launch.quantize_rows_and_columns(x, STOCHASTIC, ROTATED_STOCHASTIC, 1 << 40, 2 << 40),
-            ),
-        }
-        for name, (size, run) in runs.items():
-            _row(f"{name}, {rows} x {columns}", milliseconds(run, 40), size * x.numel(), rate)
+        for name, specs, size in QUANTIZERS:
+            run = partial(launch.quantize_rows_and_columns, x, *specs, *keys)
+            _row(f"{name}, {rows} x {columns}", run, size * x.numel(), rate)
+        for name, spec, size in TENSORS:
+            run = partial(launch.quantize_operand, x, spec, 1, 0)
+            _row(f"{name}, {rows} x {columns}", run, size * x.numel(), rate)
     w = torch.randn(20480, 5120, device="cuda")
-    _row("16x16 weight, FP32, 20480 x 5120", milliseconds(lambda: launch.quantize_square(w), 40), 10 * w.numel(), rate)
+    for name, spec, size in WEIGHTS:
+        run = partial(launch.quantize_operand, w, spec, 1, 0)
+        _row(f"{name} weight, FP32, 20480 x 5120", run, size * w.numel(), rate)
 
 
-def _row(name: str, ms: float, size: int, rate: float) -> None:
-    print(f"{name:<42} {1e3 * ms:>7.0f} {size / rate / ms:>19.0%}", flush=True)
+def _row(name: str, run: Callable[[], object], size: int, rate: float) -> None:
+    ms = milliseconds(run, 40)
+    print(f"{name:<52} {1e3 * ms:>7.0f} {size / rate / ms:>19.0%}", flush=True)
 
 
 def linear_step(
