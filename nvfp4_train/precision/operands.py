@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nvfp4_train.precision.assignment import LinearPrecision
 from nvfp4_train.precision.config import QuantSpec
-from nvfp4_train.precision.formats import FP8_FORMATS
+from nvfp4_train.precision.formats import FP8_FORMATS, layout_independent
 from nvfp4_train.precision.quantizer import Values, quantize_values
 from nvfp4_train.precision.shards import WHOLE, Shard
 
@@ -73,7 +73,9 @@ def without_kernel(assignments: Iterable[LinearPrecision]) -> list[str]:
     for assignment in assignments:
         for gemm_name, kinds in assignment.operands.items():
             for kind, spec in kinds.items():
-                if spec.format != "bf16" and not launch.known(spec, AXES[gemm_name, kind]):
+                # Of a weight with one copy for both GEMMs, the forward pass makes it.
+                shared = layout_independent(spec) and spec == assignment.operands["fprop"].get(kind)
+                if spec.format != "bf16" and not launch.known(spec, 1 if shared else AXES[gemm_name, kind]):
                     found.setdefault(spec.format, {})[f"{gemm_name} {kind}"] = None
     return [
         f"no kernel quantizes {', '.join(names)} to this {name}: PyTorch's own operations do, same bits, slower"
