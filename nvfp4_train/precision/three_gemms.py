@@ -228,6 +228,7 @@ class ThreeGemms:
         amax = self.runtime.delayed_amax(name) if spec.format == "fp8_delayed" else None
         first, second = quantize_both(x, spec, spec, shard=self._shard(kind, len(x)), amax=amax, native=True)
         if amax is not None:
+            assert first.amax is not None
             self.runtime.record_amax(name, first.amax, call)
         return Factor(first.values, first.scale, spec.format), Factor(second.values, second.scale, spec.format)
 
