@@ -228,13 +228,23 @@ def test_ranks_with_other_settings_are_named(monkeypatch: pytest.MonkeyPatch) ->
     world = World(0, 2, torch.device("cpu"), 0, 2)
     mine = {"config": {"optimizer": {"lr": 1.0}, "steps": 3}, "versions": {"torch": "2.11"}}
     theirs = {"config": {"optimizer": {"lr": 2.0}, "steps": 3}, "versions": {"torch": "2.12"}}
-    seen: list[Any] = []
-    monkeypatch.setattr(distributed, "gather", lambda item, world: seen.append(item) or [item, item])
+    per_key: list[Any] = []
+
+    def on_two_ranks(item: Any, world: World) -> list[Any]:
+        """Hashes of the whole differ; the longer messages are those of both ranks, once both were seen."""
+        if isinstance(item, str):
+            return [item, "another"]
+        per_key.append(item)
+        return [per_key[0], per_key[-1]]
+
+    monkeypatch.setattr(distributed, "gather", on_two_ranks)
     check_same(mine, world)
-    check_same(theirs, world)
-    monkeypatch.setattr(distributed, "gather", lambda item, world: seen)
     with pytest.raises(ConfigError, match=r"rank 1 .* config\.optimizer\.lr, versions\.torch than rank 0"):
-        check_same(mine, world)
+        check_same(theirs, world)
+    per_key.clear()
+    monkeypatch.setattr(distributed, "gather", lambda item, world: [item, item])
+    check_same(theirs, world)
+    assert not per_key
 
 
 def test_refused_data_leave_no_folder_and_no_configuration_on_the_screen(
