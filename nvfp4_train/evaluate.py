@@ -15,6 +15,7 @@ from nvfp4_train import checkpoint_files
 from nvfp4_train.checkpoint_files import CheckpointError
 from nvfp4_train.config import ParallelConfig, RunConfig
 from nvfp4_train.exits import ExitCode, guarded
+from nvfp4_train.precision.config import PrecisionConfig
 
 Say = Callable[[str], None]
 
@@ -27,6 +28,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("run", metavar="RUN", type=Path, help="run folder")
     made.add_argument("--step", metavar="N", type=int, help="step of the checkpoint; by default the newest whole one")
     made.add_argument("--precision", metavar="NAME", help="recipe to score in; by default the run's own")
+    made.add_argument(
+        "--config-dir", "-cd", metavar="DIR", action="append", default=[], help="where DIR/precision/NAME.yaml may be"
+    )
     made.add_argument("--json", action="store_true", help="print JSON alone")
     return made
 
@@ -47,9 +51,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 
     config = replace(load_config(arguments.run), parallel=ParallelConfig())
     if arguments.precision is not None:
-        from nvfp4_train.compose import compose_precision
-
-        config = replace(config, precision=compose_precision(arguments.precision))
+        config = replace(config, precision=recipe_for(config, arguments.precision, arguments.config_dir))
     path = choose_checkpoint(arguments.run, arguments.step, say)
     result = {"run": str(arguments.run), "precision": config.precision.name, **score(config, path, say)}
     if arguments.json:
@@ -57,6 +59,18 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     else:
         print("\n" + "\n".join(f"{name:<18} {_written(value)}" for name, value in result.items()))
     return ExitCode.DONE
+
+
+def recipe_for(config: RunConfig, name: str, config_dirs: Sequence[str] = ()) -> PrecisionConfig:
+    """The recipe `name` as it would be in the run's experiment, which says what stays in BF16 of a model of its own.
+
+    The experiment is the one that the run is named after; a run of another name has the recipe's defaults.
+    """
+    from nvfp4_train.compose import compose_precision
+    from nvfp4_train.overrides import find_groups
+
+    known = config.name in find_groups(config_dirs).options["experiment"]
+    return compose_precision(name, [f"experiment={config.name}"] if known else [], config_dirs)
 
 
 def _written(value: Any) -> str:

@@ -12,7 +12,7 @@ from nvfp4_train.precision import backends
 from nvfp4_train.precision.assignment import assign
 from nvfp4_train.precision.backends import Backend
 from nvfp4_train.precision.config import PrecisionError
-from nvfp4_train.precision.phases import resolve
+from nvfp4_train.precision.phases import check_something_runs, resolve
 from nvfp4_train.schedule import build_schedule
 
 # What is refused by name, with the one value that is there.
@@ -73,8 +73,9 @@ def check_run(config: RunConfig, world_size: int = 1) -> None:
         sequence_length=data.sequence_length,
         micro_batch=data.micro_batch,
     )
-    assign(config.precision, linear_shapes(config.model), parallel.tensor)
-    resolve(config.precision.phases, config.steps, tokens_per_step(config))
+    assignments = assign(config.precision, linear_shapes(config.model), parallel.tensor)
+    phases = resolve(config.precision.phases, config.steps, tokens_per_step(config))
+    check_something_runs(phases, assignments, config.precision.name)
     build_schedule(config.schedule, config.optimizer, config.steps, tokens_per_step(config))
     if config.baseline is not None and not (Path(config.baseline) / "metrics.jsonl").is_file():
         raise ConfigError(f"baseline={config.baseline}: there is no metrics.jsonl in there. Name the folder of a run.")

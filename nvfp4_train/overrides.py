@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from nvfp4_train.config import ConfigError, RunConfig
-from nvfp4_train.schema import did_you_mean, key_types, shown, unknown_key
+from nvfp4_train.schema import did_you_mean, key_types, shown, unknown_key, wanted
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -125,7 +125,19 @@ def _checked_one(override: Override, groups: Groups) -> str:
         raise _unknown(key, groups)
     if override.is_delete():
         return f"~{key}"
+    value = override.value()
+    if _is_list(hint) and not isinstance(value, list) and not _refers(value):  # Hydra's message shows the ++
+        raise ConfigError(f"{key}: wanted {wanted(hint)}, got {shown(value)}. Write {key}=[...].")
     return f"++{key}={_as_typed(override, hint)}"
+
+
+def _is_list(hint: Any) -> bool:
+    """Whether a key holds a list of any length, and nothing else."""
+    return get_origin(hint) is tuple and Ellipsis in get_args(hint)
+
+
+def _refers(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
 
 
 def _checked_choice(group: str, override: Override, groups: Groups) -> str:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from nvfp4_train.config import ConfigError
 from nvfp4_train.duration import Duration
+from nvfp4_train.precision.assignment import LinearPrecision
 from nvfp4_train.precision.config import Phase, PrecisionError
 
 
@@ -91,6 +92,21 @@ def resolve(phases: Sequence[Phase], steps: int, tokens_per_step: int) -> PassSc
         stage = Stage(first, passes, str(Duration.parse(phase.start)))
         stages = [stage] if first == 1 else [*stages, stage]
     return PassSchedule(tuple(stages))
+
+
+def check_something_runs(schedule: PassSchedule, assignments: Sequence[LinearPrecision], recipe: str) -> None:
+    """Refuse phases that leave nothing of a recipe: a run that calls itself 4-bit multiplies something in 4 bits.
+
+    Raises:
+        PrecisionError: linears are quantized, but in no phase is the pass that quantizes them in force.
+    """
+    gemms = {gemm for linear in assignments for gemm, name in linear.gemm_formats.items() if name != "bf16"}
+    needs = {"forward" if gemm == "fprop" else "backward" for gemm in gemms}
+    if needs and not any(getattr(stage.passes, name) == "recipe" for stage in schedule.stages for name in needs):
+        raise PrecisionError(
+            f"precision.phases send all of recipe {recipe} to BF16 from step 1 to the last, so that nothing is ever "
+            "quantized. Start them later, or write precision=bf16."
+        )
 
 
 def _first_step(phase: Phase, where: str, steps: int, tokens_per_step: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from nvfp4_train.precision.assignment import LinearPrecision, rule_name
 from nvfp4_train.precision.config import PrecisionConfig
 from nvfp4_train.precision.fit import MISFIT
-from nvfp4_train.precision.phases import PassSchedule
+from nvfp4_train.precision.phases import Passes, PassSchedule
 from nvfp4_train.precision.validation import KNOBS, written
 
 KNOB_WORDS = {
@@ -136,7 +136,7 @@ def _linear(assignment: LinearPrecision) -> dict[str, Any]:
 
 
 def summary(report: Mapping[str, Any]) -> list[str]:
-    """The report in a few lines: coverage, each role, widths that do not fit, what is not as published."""
+    """The report in a few lines: coverage, each role, widths that do not fit, what is not as published, phases."""
     share = report["coverage"]
     lines = [
         f"precision {report['recipe']} ({report['backend']}): {share['linear_percent']:.1f}% of linear GEMM FLOPs and "
@@ -149,10 +149,19 @@ def summary(report: Mapping[str, Any]) -> list[str]:
     lines += _misfits(report["linears"])
     if report["departures"]:
         lines.append("; ".join(departure["words"] for departure in report["departures"]))
+    lines += [_phase_line(stage) for stage in report["phases"] if stage["step"] > 1 or _passes(stage) != Passes()]
     unused = [rule for rule in report["recipe_rules"] if not rule["decided"]]
     if unused:
         lines.append(f"unused rules of the recipe: {len(unused)} of {len(report['recipe_rules'])} decide nothing here")
     return lines
+
+
+def _passes(stage: Mapping[str, Any]) -> Passes:
+    return Passes(stage["forward"], stage["backward"])
+
+
+def _phase_line(stage: Mapping[str, Any]) -> str:
+    return f"phase: from step {stage['step']} ({stage['start']}) on, {_passes(stage)}"
 
 
 def _misfits(linears: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -144,6 +144,11 @@ def test_a_plus_before_a_group_is_harmless(overrides: list[str]) -> None:
         ("~optimizer.lr", ["optimizer.lr", "missing"]),
         ("~model", ["model", "missing"]),
         ("~model=3", ["model", "missing"]),
+        ("precision.rules={role: fc1, format: bf16}", ["precision.rules: wanted a list of {key: value}", "role: fc1"]),
+        (
+            "precision.phases=bf16",
+            ["precision.phases: wanted a list of {key: value}, got 'bf16'", "precision.phases=[...]"],
+        ),
         ("precision.knobs.rotation=3", ["precision.knobs.rotation", "list"]),
         ("optimizer.lr=1e400", ["optimizer.lr"]),
         ("data.path=${x", ["data.path"]),

@@ -6,8 +6,10 @@ import re
 
 import pytest
 
+from nvfp4_train.precision.assignment import assign
 from nvfp4_train.precision.config import Phase, PrecisionError
-from nvfp4_train.precision.phases import Passes, resolve
+from nvfp4_train.precision.phases import Passes, check_something_runs, resolve
+from tests.precision.recipe_files import recipe, shapes
 
 RECIPE, LATE = Passes("recipe", "recipe"), Passes("bf16", "recipe")
 
@@ -82,3 +84,29 @@ def test_the_latest_start_that_is_named_begins(steps: int) -> None:
     assert found is not None
     assert [stage.step for stage in resolve([Phase(int(found[1]), "bf16")], steps, 64).switches] == [steps]
     assert resolve([Phase(float(found[2]), "bf16")], steps, 64).at(steps) == LATE
+
+
+@pytest.mark.parametrize(
+    ("name", "phases", "refused"),
+    [
+        ("nvfp4", "[{start: 0, forward: bf16, backward: bf16}]", True),
+        ("nvfp4", "[{start: 0, forward: bf16}]", False),
+        ("nvfp4", "[{start: 0, forward: bf16, backward: bf16}, {start: 0.5, backward: recipe}]", False),
+        ("nvfp4", "[{start: 1, forward: bf16, backward: bf16}]", False),
+        ("bf16_fwd_nvfp4_bwd", "[{start: 0, backward: bf16}]", True),
+        ("nvfp4_fwd_bf16_bwd", "[{start: 0, forward: bf16}]", True),
+    ],
+)
+def test_phases_that_leave_nothing_of_the_recipe_are_refused(name: str, phases: str, refused: bool) -> None:
+    config = recipe(name, f"phases={phases}")
+    schedule, decided = resolve(config.phases, 100, 64), assign(config, shapes("M-M*-M-M*-"), 1)
+    if not refused:
+        check_something_runs(schedule, decided, name)
+        return
+    with pytest.raises(PrecisionError, match=f"all of recipe {name} to BF16 from step 1"):
+        check_something_runs(schedule, decided, name)
+
+
+def test_a_recipe_in_bf16_has_nothing_to_check() -> None:
+    config = recipe("bf16")
+    check_something_runs(resolve((), 100, 64), assign(config, shapes("M-M*-M-M*-"), 1), "bf16")

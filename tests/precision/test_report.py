@@ -176,3 +176,15 @@ def test_the_backend_that_was_chosen_is_named() -> None:
 @pytest.mark.parametrize(("blocks", "text"), [([9], "9"), ([0, 1, 2, 9], "0-2, 9"), ([3, 1], "1, 3"), ([4, 5], "4-5")])
 def test_block_ranges(blocks: list[int], text: str) -> None:
     assert block_ranges(blocks) == text
+
+
+def test_phases_are_on_the_screen() -> None:
+    phases = "phases=[{start: 0.82, forward: bf16}, {start: 90, forward: recipe, backward: bf16}]"
+    assert summary(made("nvfp4", phases))[-2:] == [
+        "phase: from step 83 (0.82 of the run) on, forward in BF16, backward as the recipe says",
+        "phase: from step 91 (90 steps) on, forward as the recipe says, backward in BF16",
+    ]
+    assert (
+        "from step 1 (0 steps) on, forward in BF16" in summary(made("nvfp4", "phases=[{start: 0, forward: bf16}]"))[-1]
+    )
+    assert not any("phase:" in line for line in summary(made("nvfp4")))

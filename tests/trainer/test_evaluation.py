@@ -17,10 +17,11 @@ from data.loading import build_datasets, validation_batches
 from models.megatron_cpu import megatron_device
 from nvfp4_train.config import ParallelConfig
 from nvfp4_train.distributed import process_groups
-from nvfp4_train.evaluate import main
+from nvfp4_train.evaluate import main, recipe_for
 from nvfp4_train.evaluation import validation_metrics
 from nvfp4_train.exits import ExitCode
 from nvfp4_train.metrics import read_metrics
+from nvfp4_train.precision.recipes import CONFIG_DIR
 from nvfp4_train.setup import build_quantized_model, open_datasets
 from nvfp4_train.trainer import train
 from tests.trainer.conftest import Make
@@ -85,6 +86,18 @@ def test_mistakes_are_named(options: list[str], message: str, make: Make, capsys
     capsys.readouterr()
     assert main([str(config.run_dir), *options]) == ExitCode.MISTAKE
     assert message in capsys.readouterr().err
+
+
+def test_another_recipe_is_that_of_the_run_s_experiment(make: Make, tmp_path: Path) -> None:
+    """The 12B experiment keeps 2 + 8 blocks of a 4-bit recipe in BF16; a model of another name has the default."""
+    (tmp_path / "precision").mkdir()
+    mine = (CONFIG_DIR / "precision" / "mxfp4.yaml").read_text().replace("name: mxfp4", "name: mine")
+    (tmp_path / "precision" / "mine.yaml").write_text(mine)
+    config = make("bf16")
+    for name, ends in (("nemotron_nano_12b_v2", (2, 8)), ("nemotron_h_8b", (0, 8)), ("my run", (0, 2))):
+        found = recipe_for(replace(config, name=name), "mine", [str(tmp_path)])
+        assert found.name == "mine"
+        assert found.bf16_blocks.counts(10) == ends
 
 
 @pytest.mark.parametrize("module", ["train", "evaluate"])
