@@ -13,7 +13,7 @@ from typing import Any
 from data.quiet import quiet
 from nvfp4_train import checkpoint_files
 from nvfp4_train.checkpoint_files import CheckpointError
-from nvfp4_train.config import ParallelConfig, RunConfig
+from nvfp4_train.config import ConfigError, ParallelConfig, RunConfig
 from nvfp4_train.exits import ExitCode, guarded
 from nvfp4_train.precision.config import PrecisionConfig
 
@@ -52,6 +52,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     config = replace(load_config(arguments.run), parallel=ParallelConfig())
     if arguments.precision is not None:
         config = replace(config, precision=recipe_for(config, arguments.precision, arguments.config_dir))
+    if not config.evaluation.sequences:
+        raise ConfigError(f"{arguments.run}: has evaluation.sequences=0, so no validation samples to score.")
     path = choose_checkpoint(arguments.run, arguments.step, say)
     result = {"run": str(arguments.run), "precision": config.precision.name, **score(config, path, say)}
     if arguments.json:

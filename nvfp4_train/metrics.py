@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nvfp4_train.precision.phases import Passes
 from nvfp4_train.storage import named, write_atomic
 
 Metrics = dict[str, Any]
@@ -109,3 +110,10 @@ def _ranges(numbers: list[int]) -> str:
 def read_metrics(path: Path) -> list[Metrics]:
     """The whole lines of a metrics file, in order."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def marked_passes(path: Path) -> Passes:
+    """The passes that the lines of a metrics file leave in force: those of the last marker, else the recipe's."""
+    lines = read_metrics(path) if path.is_file() else []
+    marked = [line for line in lines if "precision/forward" in line]
+    return Passes(marked[-1]["precision/forward"], marked[-1]["precision/backward"]) if marked else Passes()

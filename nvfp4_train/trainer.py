@@ -33,7 +33,7 @@ from nvfp4_train.evaluation import validation_metrics
 from nvfp4_train.exits import ExitCode
 from nvfp4_train.gradients import GradientNorm, clip_gradients, first_bad_gradient, first_bad_output, first_bad_weight
 from nvfp4_train.layout import choose_backend, tokens_per_step
-from nvfp4_train.metrics import Metrics, MetricsFile
+from nvfp4_train.metrics import Metrics, MetricsFile, marked_passes
 from nvfp4_train.optimizer import (
     build_optimizer,
     describe_groups,
@@ -317,10 +317,9 @@ class Trainer:
         return passes
 
     def _phase_marker(self, step: int, passes: Passes) -> Metrics:
-        """Names of the passes, in the first line of each phase after the first."""
-        if not any(stage.step == step for stage in self.passes.switches):
-            return {}
-        return {"precision/forward": passes.forward, "precision/backward": passes.backward}
+        """Names of the passes where they are not those of the line before: a phase begins, or a resume changed them."""
+        before = self.passes.at(step - 1) if step > self.folder.step + 1 else marked_passes(self.folder.metrics)
+        return {} if passes == before else {f"precision/{name}": value for name, value in passes._asdict().items()}
 
     def _recipe_marker(self, step: int) -> Metrics:
         """Name of the recipe, in the first line after a resume that changed it.

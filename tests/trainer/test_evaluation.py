@@ -88,6 +88,13 @@ def test_mistakes_are_named(options: list[str], message: str, make: Make, capsys
     assert message in capsys.readouterr().err
 
 
+def test_a_run_without_validation_has_nothing_to_score(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make("bf16", "evaluation.sequences=0", "steps=1")
+    assert train(config) == ExitCode.DONE
+    assert main([str(config.run_dir)]) == ExitCode.MISTAKE
+    assert "has evaluation.sequences=0" in capsys.readouterr().err
+
+
 def test_another_recipe_is_that_of_the_run_s_experiment(make: Make, tmp_path: Path) -> None:
     """The 12B experiment keeps 2 + 8 blocks of a 4-bit recipe in BF16; a model of another name has the default."""
     (tmp_path / "precision").mkdir()

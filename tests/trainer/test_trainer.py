@@ -194,6 +194,23 @@ def test_a_phase_is_announced_and_marked(make: Make, capsys: pytest.CaptureFixtu
     assert marked == [(3, "bf16")]
 
 
+def test_passes_that_begin_with_the_run_or_change_on_resume_are_marked(make: Make) -> None:
+    def marks() -> list[tuple[int, str, str]]:
+        found = [line for line in lines(early) if "precision/forward" in line]
+        return [(line["step"], line["precision/forward"], line["precision/backward"]) for line in found]
+
+    early = make(
+        "nvfp4", "precision.phases=[{start: 0, forward: bf16}]", "steps=3", "checkpoint.every=1", "stop_after=1"
+    )
+    assert train(early) == ExitCode.DONE
+    assert marks() == [(1, "bf16", "recipe")]
+    assert train(replace(early, stop_after=2)) == ExitCode.DONE
+    assert marks() == [(1, "bf16", "recipe")]
+    without = replace(early, stop_after=None, precision=replace(early.precision, phases=()))
+    assert train(without) == ExitCode.DONE
+    assert marks() == [(1, "bf16", "recipe"), (3, "recipe", "recipe")]
+
+
 def test_a_knob_that_is_off_works_and_is_said(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(make("nvfp4", "steps=1", "precision.rotation=null")) == ExitCode.DONE
     assert len(re.findall(r"left out: rotation", capsys.readouterr().out)) == 1
