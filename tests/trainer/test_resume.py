@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,18 @@ def test_stopped_between_checkpoints_and_resumed(
     assert train(parts) == ExitCode.DONE
     assert "continues from step 2 of" in capsys.readouterr().out
     assert_same_run(whole, parts)
+
+
+@pytest.mark.parametrize("precision", ["quartet2", "fp8_delayed"])
+def test_resumed_before_at_and_after_a_switch_of_precision(precision: str, make: Make) -> None:
+    """Step 3 is the first with a forward pass in BF16."""
+    options = (precision, "precision.phases=[{start: 2, forward: bf16}]", "checkpoint.every=1", "checkpoint.keep=0")
+    whole = make(*options, run="whole")
+    assert train(whole) == ExitCode.DONE
+    for stop in (1, 2, 3):
+        parts = make(*options, run=f"parts-{stop}")
+        assert train(replace(parts, stop_after=stop)) == train(parts) == ExitCode.DONE
+        assert_same_run(whole, parts)
 
 
 def test_losses_fall_and_differ_between_recipes(make: Make) -> None:
