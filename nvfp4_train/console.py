@@ -87,5 +87,6 @@ def step_text(metrics: Metrics, time_left: str) -> str:
     if "throughput/tokens_per_s" in metrics:
         parts.append(f"{metrics['throughput/tokens_per_s']:,.0f} tok/s")
     if "throughput/mfu" in metrics:
-        parts.append(f"MFU {metrics['throughput/mfu']:.1%}")
+        weighted = metrics["throughput/mfu_weighted"]
+        parts.append(f"MFU {metrics['throughput/mfu']:.1%} ({weighted:.1%} of the formats' peak)")
     return "  ".join([*parts, f"ETA {time_left}"])

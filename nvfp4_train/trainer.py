@@ -14,7 +14,6 @@ from typing import Any
 
 from data.loading import train_batches
 from models.megatron_cpu import megatron_device
-from models.shapes import flops_per_token
 from nvfp4_train import checkpoint
 from nvfp4_train.checkpoint_files import Header, read_header
 from nvfp4_train.comparison.live import LiveGap
@@ -53,7 +52,7 @@ from nvfp4_train.sharded_adam import updated_here
 from nvfp4_train.shared_folder import check_shared
 from nvfp4_train.signals import StopSignals
 from nvfp4_train.storage import refusals_said
-from nvfp4_train.throughput import Throughput, peak_memory_gib
+from nvfp4_train.throughput import peak_memory_gib, throughput_of
 from nvfp4_train.trackers import start_tracker
 
 
@@ -115,11 +114,12 @@ class Trainer:
         self.optimizer = build_optimizer(config.optimizer, config.parallel, self.parallel_chunks)
         self.gradient_norm = GradientNorm(self.chunks, updated_here(self.optimizer))
         say(describe_groups(self.chunks, config.optimizer.weight_decay))
-        per_step = tokens_per_step(config)
-        self.schedule = build_schedule(config.schedule, config.optimizer, config.steps, per_step)
+        self.schedule = build_schedule(config.schedule, config.optimizer, config.steps, tokens_per_step(config))
 
-        flops = flops_per_token(config.model, config.data.sequence_length).training
-        self.throughput = Throughput(per_step, flops, world.size, device_name(world.device))
+        emulated = self.backend.name == "emulated"
+        self.throughput = throughput_of(config, world, self.assignments, emulated=emulated)
+        for line in self.throughput.describe(self.passes.at(self.step + 1)):
+            say(line)
         self.metrics = MetricsFile(folder.metrics)
         if folder.checkpoint is not None:
             self._load(folder.checkpoint)
@@ -257,7 +257,7 @@ class Trainer:
             "train/loss": loss,
             "optim/lr": lr,
             "optim/grad_norm": norm,
-            **self.throughput.metrics(time.perf_counter() - start),
+            **self.throughput.metrics(time.perf_counter() - start, passes),
             "memory/peak_gib": peak_memory_gib(),
             "data/hash": self._hash(micro_batches),
             **{f"data/tokens/{name}": count for name, count in self.datasets.tokens_read(self.samples).items()},
