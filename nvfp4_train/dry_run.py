@@ -16,14 +16,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from models.hybrid import LinearClasses, build_model, named_linears
+from models.hybrid import named_linears
 from models.shapes import count_parameters, stage_patterns
+from nvfp4_train.chunks import build_chunks
 from nvfp4_train.config import RunConfig
 from nvfp4_train.gradients import named_parameters
 from nvfp4_train.layout import model_ranks
 from nvfp4_train.memory import Memory, Place, rank_memory
 from nvfp4_train.precision.assignment import LinearPrecision
-from nvfp4_train.precision.linear import QuantizedColumnParallelLinear, QuantizedRowParallelLinear, attach
+from nvfp4_train.precision.linear import attach
 from nvfp4_train.precision.runtime import PrecisionRuntime
 
 
@@ -75,7 +76,7 @@ def dry_run(config: RunConfig, assignments: Sequence[LinearPrecision], world_siz
     stages, whole = [], Counter[str]()
     for number in range(parallel.pipeline):
         with _pretended(config, number * parallel.tensor * parallel.context):
-            chunks = [_chunk(config, virtual) for virtual in range(parallel.virtual_pipeline)]
+            chunks = build_chunks(config, "meta")
             held = {name: linear for chunk in chunks for name, linear in named_linears(chunk).items()}
             attach(held, assignments, PrecisionRuntime(config.seed))
         parameters = [parameter for _, parameter in named_parameters(chunks)]
@@ -116,21 +117,3 @@ def _unsharded(parameter: Any, tensor: int) -> int:
     if getattr(parameter, "shared", False):
         return 0
     return parameter.numel() * (tensor if getattr(parameter, "tensor_model_parallel", False) else 1)
-
-
-def _chunk(config: RunConfig, virtual: int) -> Any:
-    """One chunk of this rank, on the meta device."""
-    parallel = config.parallel
-    return build_model(
-        config.model,
-        LinearClasses(QuantizedColumnParallelLinear, QuantizedRowParallelLinear),
-        sequence_length=config.data.sequence_length,
-        seed=config.seed,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        sequence=parallel.sequence,
-        context=parallel.context,
-        virtual_pipeline=parallel.virtual_pipeline,
-        virtual_stage=virtual if parallel.virtual_pipeline > 1 else None,
-        device="meta",
-    )

@@ -18,7 +18,7 @@ from data.corpus import check_vocabulary
 from data.loading import Datasets, build_datasets
 from data.prepare import prepare
 from data.record import FILE, to_record
-from models.hybrid import LinearClasses, build_model, describe_kernels, named_linears
+from models.hybrid import describe_kernels, named_linears
 from models.shapes import (
     STAGE_CUT,
     count_parameters,
@@ -28,13 +28,14 @@ from models.shapes import (
     stage_patterns,
 )
 from nvfp4_train.checkpoint_files import CheckpointError, Header
+from nvfp4_train.chunks import build_chunks
 from nvfp4_train.config import RunConfig
 from nvfp4_train.devices import check_memory
 from nvfp4_train.distributed import World, gather, largest_over_stage
 from nvfp4_train.layout import choose_backend, phase_steps, tokens_per_step
 from nvfp4_train.precision.assignment import LinearPrecision, assign
 from nvfp4_train.precision.backends import Backend
-from nvfp4_train.precision.linear import QuantizedColumnParallelLinear, QuantizedRowParallelLinear, attach
+from nvfp4_train.precision.linear import attach
 from nvfp4_train.precision.operands import without_kernel
 from nvfp4_train.precision.phases import PassSchedule, resolve
 from nvfp4_train.precision.report import report, summary
@@ -139,22 +140,7 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
     runtime.amax_reduce = largest_over_stage
     runtime.token_axis = token_axis
     tested = self_test(assignments, world.device, native, config.precision.gemm)
-    chunks = [
-        build_model(
-            config.model,
-            LinearClasses(QuantizedColumnParallelLinear, QuantizedRowParallelLinear),
-            sequence_length=config.data.sequence_length,
-            seed=config.seed,
-            tensor=parallel.tensor,
-            pipeline=parallel.pipeline,
-            sequence=parallel.sequence,
-            context=parallel.context,
-            virtual_pipeline=parallel.virtual_pipeline,
-            virtual_stage=number if parallel.virtual_pipeline > 1 else None,
-            device=world.device,
-        )
-        for number in range(parallel.virtual_pipeline)
-    ]
+    chunks = build_chunks(config, world.device)
     te_linears = None
     if backend.name == "transformer_engine":
         recipes = map_linears(config.precision, assignments).recipes
