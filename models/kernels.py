@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -117,14 +119,19 @@ def compare_kernels(config: ModelConfig, kernels: MambaKernels, device: torch.de
     """
     reference = _outputs_and_gradients(torch_core, config, device)
     chosen = _outputs_and_gradients(kernels.core, config, device)
-    errors = {name: ((chosen[name] - value).norm() / value.norm()).item() for name, value in reference.items()}
-    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-    if not errors[worst] <= TOLERANCE:
+    worst, error = largest_error(chosen, reference)
+    if not error <= TOLERANCE:
         raise ModelError(
-            f"{kernels.description}: {worst} differs from the PyTorch scan by {errors[worst]:.3g} (limit {TOLERANCE}), "
+            f"{kernels.description}: {worst} differs from the PyTorch scan by {error:.3g} (limit {TOLERANCE}), "
             f"so training with these kernels would go wrong. Reinstall them ({INSTALL}) or write model.kernels=torch"
         )
-    return errors[worst]
+    return error
+
+
+def largest_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[str, float]:
+    """Name of what differs most, and by how much relative to its 2-norm; NaN, where there is one, is the most."""
+    errors = {name: ((found[name] - value).norm() / value.norm()).item() for name, value in expected.items()}
+    return max(errors.items(), key=lambda item: float("inf") if math.isnan(item[1]) else item[1])
 
 
 def _outputs_and_gradients(core: MixerCore, config: ModelConfig, device: torch.device) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from models.config import ModelConfig, ModelError
-from models.kernels import INSTALL, TOLERANCE, import_or_reason
+from models.kernels import INSTALL, TOLERANCE, import_or_reason, largest_error
 from models.norm import ACTIVATION_DTYPE, NormFunction, rms_norm
 
 LossFunction = Callable[[Tensor, Tensor, ProcessGroup], Tensor]
@@ -104,28 +104,26 @@ def compare_pointwise(config: ModelConfig, chosen: Pointwise, device: torch.devi
         "squared ReLU": (chosen.squared_relu, plain.squared_relu, (x.to(ACTIVATION_DTYPE),)),
         "loss": (losses(chosen), losses(plain), (x.to(ACTIVATION_DTYPE),)),
     }
-    errors = {name: _difference(*check) for name, check in checks.items()}
-    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-    if not errors[worst] <= TOLERANCE:
+    found: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
+    for name, (function, reference, inputs) in checks.items():
+        found |= _with_gradients(name, function, inputs)
+        expected |= _with_gradients(name, reference, inputs)
+    worst, error = largest_error(found, expected)
+    if not error <= TOLERANCE:
+        kind = worst.partition("/")[0]
         raise ModelError(
-            f"{chosen.description}: the {worst} or its gradient differs from PyTorch's by {errors[worst]:.3g} (limit "
+            f"{chosen.description}: the {kind} or its gradient differs from PyTorch's by {error:.3g} (limit "
             f"{TOLERANCE}), so training with these kernels would go wrong. Reinstall them ({INSTALL}) or write "
             "model.kernels=torch"
         )
-    return errors[worst]
+    return error
 
 
-def _difference(function: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> float:
-    """Largest relative error (2-norm) of `function` over result and gradients of all inputs; NaN where one is NaN."""
-    found, expected = (_with_gradients(each, inputs) for each in (function, plain))
-    errors = [((f - e).norm() / e.norm()).item() for f, e in zip(found, expected, strict=True)]
-    return max(errors, key=lambda error: error if error == error else float("inf"))
-
-
-def _with_gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """FP32 result and gradients, the result weighted by numbers that repeat at every call."""
+def _with_gradients(name: str, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """FP32 result (`name`/0) and gradients, the result weighted by numbers that repeat at every call."""
     leaves = [leaf.clone().requires_grad_() for leaf in inputs]
     result = function(*leaves)
     weights = torch.linspace(-1, 1, result.numel(), device=result.device).view(result.shape).to(result.dtype)
     gradients = torch.autograd.grad(result, leaves, weights)
-    return [result.detach().float(), *(gradient.float() for gradient in gradients)]
+    return {f"{name}/{number}": each.float() for number, each in enumerate((result.detach(), *gradients))}

@@ -130,19 +130,18 @@ def sum_over_model(values: torch.Tensor) -> None:
 
 def gather(item: Any, world: World) -> list[Any]:
     """`item` of every rank, in the order of ranks, on every rank."""
-    if world.size == 1:
-        return [item]
-    items: list[Any] = [None] * world.size
-    dist.all_gather_object(items, item)
-    return items
+    return [item] if world.size == 1 else gather_over(dist.group.WORLD, item)
 
 
 def gather_data_parallel(item: Any, world: World) -> list[Any]:
     """`item` of every data-parallel rank, in their order."""
-    if world.data_size == 1:
-        return [item]
-    items: list[Any] = [None] * world.data_size
-    dist.all_gather_object(items, item, group=parallel_state.get_data_parallel_group())
+    return [item] if world.data_size == 1 else gather_over(parallel_state.get_data_parallel_group(), item)
+
+
+def gather_over(group: dist.ProcessGroup | None, item: Any) -> list[Any]:
+    """`item` of every rank of a group, in its order, on each of them."""
+    items: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(items, item, group=group)
     return items
 
 

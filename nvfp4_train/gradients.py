@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from models.hybrid import global_name
+from nvfp4_train.distributed import gather_over
 
 Chunks = Sequence[torch.nn.Module]
 # First element and the one after the last of the part of a flat parameter that a rank's optimizer updates.
@@ -47,15 +48,15 @@ class GradientNorm:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         mine = [(number * pipeline + stage, list(_counted(chunk))) for number, chunk in enumerate(chunks)]
         self._model_ranks = parallel_state.get_model_parallel_group()
-        stages = {number: names for held in _gathered(mine, self._model_ranks) for number, names in held}
+        stages = {number: names for held in gather_over(self._model_ranks, mine) for number, names in held}
         order = {name: place for place, name in enumerate(name for number in sorted(stages) for name in stages[number])}
         self._length = len(order)
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         counted = [pair for chunk in chunks for pair in _counted(chunk).items()]
-        self._mine = [p for _, p in counted if first or getattr(p, "tensor_model_parallel", False)]
+        here = [(order[name], p) for name, p in counted if first or getattr(p, "tensor_model_parallel", False)]
         self._device = counted[0][1].device
-        places = [order[name] for name, p in counted if first or getattr(p, "tensor_model_parallel", False)]
-        self._places = torch.tensor(places, dtype=torch.int64, device=self._device)
+        self._mine = [p for _, p in here]
+        self._places = torch.tensor([place for place, _ in here], dtype=torch.int64, device=self._device)
 
     def __call__(self) -> float:
         """Inf or nan when one gradient is not finite."""
@@ -82,12 +83,6 @@ class GradientNorm:
 def _counted(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """By global name; a tied embedding counts once, on its first stage."""
     return {name: p for name, p in named_parameters([chunk]) if not getattr(p, "shared", False)}
-
-
-def _gathered(item: Any, group: dist.ProcessGroup) -> list[Any]:
-    items: list[Any] = [None] * group.size()
-    dist.all_gather_object(items, item, group=group)
-    return items
 
 
 def clip_gradients(chunks: Sequence[DistributedDataParallel], norm: float, limit: float) -> None:

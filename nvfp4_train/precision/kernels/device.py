@@ -329,3 +329,20 @@ def place(table, number, mask, SPLIT: tl.constexpr):
         return tl.load(table + number, mask=mask, other=0)
     else:
         return number.to(tl.int64)
+
+
+@triton.jit
+def row_words(
+    key, row, first, block, columns, row_blocks, column_blocks, whole_columns, SPLIT: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Random words for rows first + `row` ([ROWS, 1]), in blocks of 16 along columns from number `block` on."""
+    number = block + tl.arange(0, BLOCKS)[None, :]
+    number = place(column_blocks, number, number < columns // 16, SPLIT)
+    whole_row = place(row_blocks, first // 16, True, SPLIT) * 16 + first % 16 + row
+    return element_words(key, whole_row * (whole_columns // 16) + number)
+
+
+@triton.jit
+def first_down(n, column_blocks, whole_rows, mask, SPLIT: tl.constexpr):
+    """Number, in the whole transpose, of the first block of 16 down each column n."""
+    return (place(column_blocks, n // 16, mask, SPLIT) * 16 + n % 16) * (whole_rows // 16)

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from nvfp4_train.precision.kernels.device import (
     EXPONENT,
-    FLOAT_MAX,
     bounded_nearest,
     load_amax,
     magnitude_bits,
@@ -19,19 +18,7 @@ from nvfp4_train.precision.kernels.device import (
     to_float32,
     with_sign,
 )
-
-TILE = tl.constexpr(128)
-
-
-@triton.jit
-def fp8_scales(amax_bits, MANTISSA: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """(encode, decode) scales from the bits of amaxes; decode is NaN where amax is not finite, to show."""
-    LARGEST: tl.constexpr = 57344.0 if MANTISSA == 2 else 448.0
-    encode = tl.minimum(tl.div_rn(LARGEST, amax_bits.to(tl.float32, bitcast=True)), FLOAT_MAX)
-    encode = tl.where((amax_bits > 0) & (amax_bits < EXPONENT), encode, 1.0)
-    if POWER_OF_TWO:
-        encode = (encode.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
-    return encode, tl.where(amax_bits < EXPONENT, tl.div_rn(1.0, encode), float("nan"))
+from nvfp4_train.precision.kernels.fp8 import TILE, fp8_scales
 
 
 @triton.jit
@@ -46,7 +33,7 @@ def tensor_values_kernel(
     follow = amax_bits
     if GIVEN:
         follow = tl.where(amax_bits < EXPONENT, tl.load(given).to(tl.int32, bitcast=True), amax_bits)
-    encode, decode = fp8_scales(follow, MANTISSA, False)
+    encode, decode = fp8_scales(follow, 57344.0 if MANTISSA == 2 else 448.0, False)
     if tl.program_id(0) == 0:
         tl.store(scales, decode)
         tl.store(scales + 1, amax_bits.to(tl.float32, bitcast=True))
@@ -83,14 +70,14 @@ def block_values_kernel(
     tile = to_float32(tl.load(x + m * columns + n, mask=mask, other=0.0))
     bits = magnitude_bits(tile)
     if SQUARE:
-        encode, decode = fp8_scales(tl.max(tl.max(bits, 1), 0), 3, ROW_POWER_OF_TWO)
+        encode, decode = fp8_scales(tl.max(tl.max(bits, 1), 0), 448.0, ROW_POWER_OF_TWO)
         tl.store(row_out + m * columns + n, block_values(tile, encode, decode), mask=mask)
     else:
         if ROW:
-            encode, decode = fp8_scales(tl.max(bits, 1), 3, ROW_POWER_OF_TWO)
+            encode, decode = fp8_scales(tl.max(bits, 1), 448.0, ROW_POWER_OF_TWO)
             values = block_values(tile, encode[:, None], decode[:, None])
             tl.store(row_out + m * columns + n, values, mask=mask)
         if COLUMN:
-            encode, decode = fp8_scales(tl.max(bits, 0), 3, COLUMN_POWER_OF_TWO)
+            encode, decode = fp8_scales(tl.max(bits, 0), 448.0, COLUMN_POWER_OF_TWO)
             values = block_values(tile, encode[None, :], decode[None, :])
             tl.store(column_out + m * columns + n, values, mask=mask)

@@ -13,10 +13,12 @@ from nvfp4_train.precision.kernels.device import (
     dither_of,
     e2m1_stochastic,
     element_words,
+    first_down,
     laid_out_like,
     magnitude_bits,
     place,
     rounded_to,
+    row_words,
     scaled_magnitude,
     signed_bfloat16,
     to_float32,
@@ -81,8 +83,7 @@ def mx_columns(
     encode, decode = mx_scales(magnitude_bits(largest_of(operand, 32)), MANTISSA, UP)
     words = operand
     if STOCHASTIC:
-        here = laid_out_like(n, operand[0])
-        row = (place(column_blocks, here // 16, mask, SPLIT) * 16 + here % 16) * (whole_rows // 16)
+        row = first_down(laid_out_like(n, operand[0]), column_blocks, whole_rows, mask, SPLIT)
         words = element_words(key, row + place(row_blocks, first // 16, True, SPLIT))
         words = words + element_words(key, row + place(row_blocks, first // 16 + 1, True, SPLIT))
     for i in tl.static_range(32):
@@ -108,10 +109,9 @@ def mx_rows(
     encode, decode = mx_scales(tl.max(magnitude_bits(to_float32(blocks)), 2), MANTISSA, UP)
     dither = blocks
     if STOCHASTIC:
-        number = block + tl.arange(0, BLOCK // 16)[None, :]
-        number = place(column_blocks, number, number < columns // 16, SPLIT)
-        whole_row = place(row_blocks, first // 16, True, SPLIT) * 16 + first % 16 + row
-        words = element_words(key, whole_row * (whole_columns // 16) + number)
+        words = row_words(
+            key, row, first, block, columns, row_blocks, column_blocks, whole_columns, SPLIT, BLOCK // 16
+        )  # fmt: skip
         dither = tl.reshape(byte_dithers(words, ROWS, BLOCK // 16), blocks.shape)
     values = mx_values(blocks, encode[:, :, None], decode[:, :, None], dither, MANTISSA, STOCHASTIC)
     tl.store(out + first * columns + offset, tl.reshape(values, (ROWS, BLOCK)), mask=mask)

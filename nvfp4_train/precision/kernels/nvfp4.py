@@ -19,11 +19,13 @@ from nvfp4_train.precision.kernels.device import (
     dither_of,
     e2m1_values,
     element_words,
+    first_down,
     laid_out_like,
     larger,
     load_amax,
     place,
     rounded_to,
+    row_words,
     spread,
     store_amax,
     tensor_scales,
@@ -92,8 +94,8 @@ def column_values(
     words = operand
     if STOCHASTIC:
         here = laid_out_like(n, operand[0])
-        whole_n = place(column_blocks, here // 16, mask, SPLIT) * 16 + here % 16
-        words = element_words(key, whole_n * (whole_rows // 16) + place(row_blocks, first // 16, True, SPLIT))
+        down = first_down(here, column_blocks, whole_rows, mask, SPLIT)
+        words = element_words(key, down + place(row_blocks, first // 16, True, SPLIT))
     for i in tl.static_range(16):
         dither = operand[i]
         if STOCHASTIC:
@@ -117,10 +119,10 @@ def row_values(
     scale, block_encode = block_scales(tl.max(tl.abs(to_float32(blocks)), 2), encode)
     dither = blocks
     if STOCHASTIC:
-        number = block + tl.arange(0, BLOCK // 16)[None, :]
-        number = place(column_blocks, number, number < columns // 16, SPLIT)
-        whole_row = place(row_blocks, first // 16, True, SPLIT) * 16 + first % 16 + row
-        dither = byte_dithers(element_words(key, whole_row * (whole_columns // 16) + number), ROWS, BLOCK // 16)
+        words = row_words(
+            key, row, first, block, columns, row_blocks, column_blocks, whole_columns, SPLIT, BLOCK // 16
+        )  # fmt: skip
+        dither = byte_dithers(words, ROWS, BLOCK // 16)
     values = e2m1_values(blocks, block_encode[:, :, None], *spread(scale[:, :, None], blocks), dither, STOCHASTIC)
     tl.store(out + first * columns + offset, tl.reshape(values, (ROWS, BLOCK)), mask=mask)
 
