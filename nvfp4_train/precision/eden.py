@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nvfp4_train.precision.blocks import Blocks, Loaded, Scaled
 from nvfp4_train.precision.nvfp4 import E4M3_MAX, constant, to_e4m3
-from nvfp4_train.precision.rounding import random_bytes, round_nearest_, round_stochastic_
+from nvfp4_train.precision.rounding import Key, random_bytes, round_nearest_, round_stochastic_
 from nvfp4_train.precision.shards import Axis
 
 GROUP = 128
@@ -35,7 +35,7 @@ TOP = 255.99 * V
 _SMALLEST = 2.0**-149
 
 
-def scale(loaded: Loaded, amax: Tensor, key: int, extents: tuple[int | Axis, int | Axis]) -> Scaled:
+def scale(loaded: Loaded, amax: Tensor, key: Key, extents: tuple[int | Axis, int | Axis]) -> Scaled:
     """Corrected NVFP4 scales of a rotated matrix.
 
     Args:

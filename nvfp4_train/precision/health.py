@@ -25,6 +25,7 @@ from nvfp4_train.precision.formats import ELEMENT_MAX, element_of
 from nvfp4_train.precision.mx import decode_e8m0
 from nvfp4_train.precision.quantizer import Values
 from nvfp4_train.precision.rotation import rotate
+from nvfp4_train.precision.rounding import Key
 
 STATISTICS = ("flushed", "saturated", "sqnr_db", "bias", "scale_spread", "amax")
 _LARGEST_DB = 200.0  # of a tensor without any error
@@ -39,7 +40,7 @@ class HealthSample:
 
     @torch.no_grad()
     def operand(
-        self, linear: str, operand: str, x: Tensor, spec: QuantSpec, values: Values, axis: int, sign_key: int = 0
+        self, linear: str, operand: str, x: Tensor, spec: QuantSpec, values: Values, axis: int, sign_key: Key = 0
     ) -> None:
         """Take down one operand.
 
@@ -72,7 +73,7 @@ class HealthSample:
         return found
 
 
-def statistics(x: Tensor, spec: QuantSpec, values: Values, axis: int, sign_key: int = 0) -> Tensor:
+def statistics(x: Tensor, spec: QuantSpec, values: Values, axis: int, sign_key: Key = 0) -> Tensor:
     """The six `STATISTICS` of one operand, FP32 [6] on its device; arguments as in `HealthSample.operand`."""
     assert values.amax is not None
     exact = rotate(x, spec, sign_key, axis).float()

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from nvfp4_train.precision.delayed import AmaxHistories
+from nvfp4_train.precision.keys import RandomOperand
 from nvfp4_train.precision.runtime import NOT_NEEDED, Call, PrecisionRuntime
 from nvfp4_train.precision.shards import WHOLE, Axis, Shard
 from nvfp4_train.precision.three_gemms import Factor, ThreeGemms
@@ -200,6 +201,7 @@ def attach(
     """
     by_name = {assignment.name: assignment for assignment in assignments}
     delayed: list[str] = []
+    random: list[RandomOperand] = []
     for name, module in linears.items():
         assert isinstance(module, _ThreeGemmMixin), f"{name} is a {type(module).__name__}, not a quantized linear"
         assert name in by_name, f"no precision was assigned to {name}"
@@ -210,10 +212,13 @@ def attach(
         module.transformer_engine = None if te_linears is None else te_linears.make(precision, module)
         if module.transformer_engine is None:
             delayed += module.gemms.delayed_tensors()
+            random += module.gemms.random_operands()
     runtime.expect(linears)
+    device = next(parameter.device for module in linears.values() for parameter in module.parameters())
+    if device.type == "cuda":
+        runtime.read_keys_from(device, random)
     runtime.random_states = lambda: get_cuda_rng_tracker().states_
     if delayed:
-        device = next(parameter.device for module in linears.values() for parameter in module.parameters())
         runtime.histories = AmaxHistories(delayed, runtime.amax_history, device)
 
 

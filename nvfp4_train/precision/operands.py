@@ -19,6 +19,7 @@ from nvfp4_train.precision.assignment import LinearPrecision
 from nvfp4_train.precision.config import QuantSpec
 from nvfp4_train.precision.formats import FP8_FORMATS, layout_independent
 from nvfp4_train.precision.quantizer import Values, quantize_values
+from nvfp4_train.precision.rounding import Key
 from nvfp4_train.precision.shards import WHOLE, Shard
 
 # The dimension over which each GEMM contracts the tensor that an operand is made of.
@@ -36,10 +37,10 @@ def quantize_operand(
     x: Tensor,
     spec: QuantSpec,
     *,
-    key: int,
+    key: Key,
     axis: int,
     amax: Tensor | None,
-    sign_key: int | None,
+    sign_key: Key | None,
     block_scales: bool,
     shard: Shard = WHOLE,
     native: bool = False,
@@ -87,8 +88,8 @@ def quantize_both(
     x: Tensor,
     rows: QuantSpec,
     columns: QuantSpec,
-    row_key: int = 0,
-    column_key: int = 0,
+    row_key: Key = 0,
+    column_key: Key = 0,
     shard: Shard = WHOLE,
     *,
     amax: Tensor | None = None,

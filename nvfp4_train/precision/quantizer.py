@@ -24,7 +24,7 @@ from nvfp4_train.precision.config import PrecisionError, QuantSpec
 from nvfp4_train.precision.e2m1 import decode_codes, encode_codes
 from nvfp4_train.precision.formats import FORMATS, element_of
 from nvfp4_train.precision.rotation import rotate_, signs_of
-from nvfp4_train.precision.rounding import random_bytes, round_nearest_, round_stochastic_
+from nvfp4_train.precision.rounding import Key, random_bytes, round_nearest_, round_stochastic_
 from nvfp4_train.precision.shards import WHOLE, Shard, take_largest
 
 
@@ -137,10 +137,10 @@ def quantize_values(
     x: Tensor,
     spec: QuantSpec,
     *,
-    key: int = 0,
+    key: Key = 0,
     axis: int = 1,
     amax: Tensor | None = None,
-    sign_key: int | None = None,
+    sign_key: Key | None = None,
     shard: Shard = WHOLE,
 ) -> Values:
     """Quantize x [M, N] to values for a GEMM.
@@ -192,7 +192,7 @@ class _Operand:
     """A matrix with its scales, ready to be rounded chunk by chunk."""
 
     def __init__(
-        self, x: Tensor, spec: QuantSpec, key: int, axis: int, amax: Tensor | None, sign_key: int | None, shard: Shard
+        self, x: Tensor, spec: QuantSpec, key: Key, axis: int, amax: Tensor | None, sign_key: Key | None, shard: Shard
     ) -> None:
         self.spec = spec
         self.shard = shard
@@ -210,7 +210,7 @@ class _Operand:
                 missing = (blocks.rows - self.bytes.shape[0], blocks.columns - self.bytes.shape[1])
                 self.bytes = torch.nn.functional.pad(self.bytes, (0, missing[1], 0, missing[0]))
 
-    def _scale(self, amax: Tensor | None, key: int) -> Scaled:
+    def _scale(self, amax: Tensor | None, key: Key) -> Scaled:
         spec, loaded = self.spec, self.loaded
         if spec.format in ("mxfp4", "mxfp8"):
             return mx.scale_blocks(loaded, self.element, spec.scale_rounding)
@@ -246,7 +246,7 @@ class _Operand:
         return round_stochastic_(part, scratch, self.element, self.bytes[rows])
 
 
-def load(x: Tensor, spec: QuantSpec, axis: int, sign_key: int) -> tuple[Loaded, tuple[int, int]]:
+def load(x: Tensor, spec: QuantSpec, axis: int, sign_key: Key) -> tuple[Loaded, tuple[int, int]]:
     """Convert, pad and rotate contiguous x [M, N], and find the largest magnitudes.
 
     Returns:

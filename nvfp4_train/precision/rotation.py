@@ -16,18 +16,19 @@ differences (neighbours, then pairs of pairs, ...), then one rounding to the inp
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from nvfp4_train.precision.config import QuantSpec
-from nvfp4_train.precision.rounding import philox
+from nvfp4_train.precision.rounding import Key, philox
 
 # Signs of the published NVFP4 recipe: one vector for all layers and the whole run.
 FIXED_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
-def signs_of(spec: QuantSpec, key: int, device: torch.device | str = "cpu") -> Tensor:
+def signs_of(spec: QuantSpec, key: Key, device: torch.device | str = "cpu") -> Tensor:
     """Signs of a rotation as float32 [spec.rotation].
 
     Fixed signs repeat the sixteen published ones. Fresh signs are the bits of Philox under `key` at counter words
@@ -36,14 +37,20 @@ def signs_of(spec: QuantSpec, key: int, device: torch.device | str = "cpu") -> T
     """
     assert spec.rotation is not None
     if spec.signs == "fixed":
-        signs = [float(FIXED_SIGNS[index % 16]) for index in range(spec.rotation)]
-    else:
-        words = [int(word) for word in philox(key, (0, 0, 1, 0))]
-        signs = [-1.0 if words[index // 32] >> (index % 32) & 1 else 1.0 for index in range(spec.rotation)]
+        return _fixed_signs(spec.rotation, torch.device(device))
+    words = philox(key, (0, 0, 1, 0))
+    places = torch.arange(32, device=device)
+    bits = torch.cat([(word >> places) & 1 for word in words[: -(-spec.rotation // 32)]])
+    return (1 - 2 * bits[: spec.rotation]).float()
+
+
+@cache
+def _fixed_signs(size: int, device: torch.device) -> Tensor:
+    signs = [float(FIXED_SIGNS[index % len(FIXED_SIGNS)]) for index in range(size)]
     return torch.tensor(signs, dtype=torch.float32, device=device)
 
 
-def rotate(x: Tensor, spec: QuantSpec, key: int = 0, axis: int = 1) -> Tensor:
+def rotate(x: Tensor, spec: QuantSpec, key: Key = 0, axis: int = 1) -> Tensor:
     """The rotated copy that a quantizer with this spec quantizes, in x's dtype and layout.
 
     Args:

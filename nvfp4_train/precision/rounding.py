@@ -37,6 +37,8 @@ _ROUNDS = 10
 _BATCH = 1 << 16
 
 Word = Tensor | int
+# 64 bits: a number, or the same bits in an int64 0-d tensor, which a kernel reads when it runs.
+Key = int | Tensor
 
 
 def element_key(seed: int, step: int, microbatch: int, name: str, operand: str) -> int:
@@ -53,11 +55,16 @@ def element_key(seed: int, step: int, microbatch: int, name: str, operand: str) 
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word, Word, Word]:
+def signed(key: int) -> int:
+    """The same 64 bits as a number that int64 holds."""
+    return key - (1 << 64) if key >> 63 else key
+
+
+def philox(key: Key, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word, Word, Word]:
     """Philox-4x32-10 of many counters at once.
 
     Args:
-        key: 64 bits.
+        key: 64 bits; a tensor's never leave its device.
         counter: four 32-bit words, each a number or an int64 tensor of numbers in [0, 2^32).
 
     Returns:
@@ -80,8 +87,8 @@ def _multiply(word: Word, multiplier: int) -> tuple[Word, Word]:
     return product >> 32, product if isinstance(product, Tensor) else product & _MASK
 
 
-def _mix(high: Word, word: Word, key: int) -> Word:
-    if isinstance(high, Tensor):
+def _mix(high: Word, word: Word, key: Word) -> Word:
+    if isinstance(high, Tensor) and high.dim():  # in place, unless it came of the key alone
         return high.bitwise_xor_(word).bitwise_xor_(key).bitwise_and_(_MASK)
     return (word ^ (high ^ key)) & _MASK
 
@@ -98,7 +105,7 @@ def counter_words(index: Tensor, count: int) -> tuple[Word, Word, Word, Word]:
 
 
 def random_bytes(
-    key: int, rows: int | Axis, columns: int | Axis, *, axis: int = 1, device: torch.device | str = "cpu"
+    key: Key, rows: int | Axis, columns: int | Axis, *, axis: int = 1, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Random bytes of every element of an operand [rows, columns], columns along the contraction.
 
@@ -132,7 +139,7 @@ def _positions(extent: int | Axis, device: torch.device | str) -> Tensor:
     return torch.arange(extent, dtype=torch.int64, device=device)
 
 
-def _bytes_of_whole(key: int, rows: int | Axis, columns: int | Axis, device: torch.device | str) -> Tensor:
+def _bytes_of_whole(key: Key, rows: int | Axis, columns: int | Axis, device: torch.device | str) -> Tensor:
     """Those of this rank, [rows, columns], cut from the bytes of the whole operand: any size, any place."""
     whole_rows = rows.size if isinstance(rows, Axis) else rows
     whole_columns = columns.size if isinstance(columns, Axis) else columns

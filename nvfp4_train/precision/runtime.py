@@ -15,7 +15,7 @@ recomputes, and puts back the current ones after.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from nvfp4_train.precision.assignment import LinearPrecision
 from nvfp4_train.precision.config import PrecisionError
 from nvfp4_train.precision.delayed import AmaxHistories
 from nvfp4_train.precision.health import HealthSample
+from nvfp4_train.precision.keys import DeviceKeys, RandomOperand
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.precision.shards import Axis
 from nvfp4_train.precision.validation import GEMMS
@@ -42,12 +43,14 @@ class Call(NamedTuple):
         microbatch: counted from 0 over the step's whole global batch; None in evaluation.
         passes: which of the recipe's passes are in force.
         sampled: whether quantization health is measured on it.
+        keys: of its random bits, on the GPU where kernels read them; None where numbers do.
     """
 
     step: int | None
     microbatch: int | None
     passes: Passes
     sampled: bool
+    keys: DeviceKeys | None = None
 
     @property
     def evaluating(self) -> bool:
@@ -105,6 +108,8 @@ class PrecisionRuntime:
         self.passes = Passes()
         own_states: dict[str, Any] = {}
         self.random_states: Callable[[], MutableMapping[str, Any]] = lambda: own_states
+        self._new_keys: Callable[[], DeviceKeys] | None = None
+        self._keys: dict[int, DeviceKeys] = {}
         self._evaluation: Passes | None = None
         self._first_microbatch: int | None = None
         self._began: set[int] = set()
@@ -123,16 +128,34 @@ class PrecisionRuntime:
         self.step = step
         self.passes = passes
         self._first_microbatch = None
+        self._keys.clear()
         self.weights_changed()
 
-    def begin_microbatch(self, index: int) -> None:
-        """The next forward pass is of this micro-batch, counted from 0 over the global batch of all ranks."""
+    def read_keys_from(self, device: torch.device, operands: Sequence[RandomOperand]) -> None:
+        """Kernels on a GPU read the keys of random bits from its memory; `operands` are all that they may ask for."""
+        self._new_keys = lambda: DeviceKeys(operands, device)
+
+    def new_keys(self) -> DeviceKeys | None:
+        """Room for the keys of a micro-batch; None where no kernel reads them from memory."""
+        return None if self._new_keys is None else self._new_keys()
+
+    def begin_microbatch(self, index: int, keys: DeviceKeys | None = None) -> None:
+        """The next forward pass is of this micro-batch, counted from 0 over the global batch of all ranks.
+
+        Args:
+            keys: where its keys are to lie; None makes new ones, since its backward pass may come after other
+                micro-batches have begun.
+        """
         assert self.step is not None, "begin_microbatch before begin_step"
         if self._first_microbatch is None:
             self._first_microbatch = index
         if self.observing:
             self._began.add(index)
         self.random_states()[MICROBATCH_STATE] = torch.tensor(index)
+        keys = keys or self.new_keys()
+        if keys is not None:
+            keys.fill(self.seed, self.step, index)
+            self._keys[index] = keys
         if self.microbatch_scope is not None:
             self._scope.close()
             self._scope.enter_context(self.microbatch_scope())
@@ -176,7 +199,8 @@ class PrecisionRuntime:
             "or wrap what is no training in runtime.evaluating()"
         )
         microbatch = int(state)
-        return Call(self.step, microbatch, self.passes, self.sample_health and microbatch == self._first_microbatch)
+        sampled = self.sample_health and microbatch == self._first_microbatch
+        return Call(self.step, microbatch, self.passes, sampled, self._keys.get(microbatch))
 
     # ---- delayed scaling
 

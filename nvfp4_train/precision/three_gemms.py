@@ -24,9 +24,10 @@ from nvfp4_train.precision.assignment import LinearPrecision
 from nvfp4_train.precision.config import Operand, QuantSpec
 from nvfp4_train.precision.formats import FP8_FORMATS, layout_independent
 from nvfp4_train.precision.gemm import gemm
+from nvfp4_train.precision.keys import RandomOperand
 from nvfp4_train.precision.operands import made_together, quantize_both, quantize_operand
 from nvfp4_train.precision.quantizer import Values, quantize_values
-from nvfp4_train.precision.rounding import element_key
+from nvfp4_train.precision.rounding import Key, element_key
 from nvfp4_train.precision.runtime import Call, PrecisionRuntime
 from nvfp4_train.precision.shards import WHOLE, Axis, Shard
 from nvfp4_train.precision.weights import WeightCache
@@ -86,6 +87,13 @@ class ThreeGemms:
         """`<linear>.<input|weight|gradient>` of those that are scaled by an amax history."""
         kinds = {kind for pair in self._operands.values() for kind, o in pair.items() if o.format == "fp8_delayed"}
         return [f"{self.name}.{kind}" for kind in sorted(kinds)]
+
+    def random_operands(self) -> list[RandomOperand]:
+        """Those that have a key of their own in each micro-batch, and the fresh signs that two operands share."""
+        pairs = [(gemm, kind, spec) for gemm, pair in self._operands.items() for kind, spec in pair.items()]
+        names = [f"{gemm}.{kind}" for gemm, kind, spec in pairs if is_random(spec)]
+        signs = [f"{gemm}.signs" for gemm, _, spec in pairs if spec.signs == "fresh"]
+        return [(self.name, operand) for operand in dict.fromkeys((*names, *signs))]
 
     # ---- the GEMMs
 
@@ -268,9 +276,11 @@ class ThreeGemms:
             return self._quantize(kept.decoded(), "wgrad", "input", 0, call)
         return kept
 
-    def _key(self, operand: str, call: Call) -> int:
+    def _key(self, operand: str, call: Call) -> Key:
         assert call.step is not None, "evaluation draws no random bits"
         assert call.microbatch is not None
+        if call.keys is not None:
+            return call.keys[self.name, operand]
         return element_key(self.runtime.seed, call.step, call.microbatch, self.name, operand)
 
     def _record(self, gemm_name: str, first: Factor, second: Factor, call: Call) -> None:

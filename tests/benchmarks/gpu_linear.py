@@ -76,7 +76,7 @@ def copy_rate() -> float:
 def quantizers(rate: float) -> None:
     """One row an operand: microseconds, and the share of the copy rate that they mean."""
     print(f"\n{'quantizer':<52} {'us':>7} {'bytes at copy rate':>19}")
-    keys = 1 << 40, 2 << 40
+    keys = torch.tensor([1 << 40, 2 << 40], device="cuda").unbind()
     for rows, columns in OPERANDS:
         x = torch.randn(rows, columns, device="cuda").bfloat16()
         for name, specs, size in QUANTIZERS:

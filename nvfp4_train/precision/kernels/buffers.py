@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from nvfp4_train.precision.kernels import device
 from nvfp4_train.precision.rotation import FIXED_SIGNS
+from nvfp4_train.precision.rounding import Key, signed
 from nvfp4_train.precision.shards import Pieces, Shard
 
 # A product and a sum fused into one operation would round once where the reference rounds twice.
@@ -72,6 +74,14 @@ def _block_table(pieces: Pieces, device: torch.device) -> Tensor:
     return torch.cat(starts).to(device)
 
 
-def signed(key: int) -> int:
-    """The same 64 bits as a signed number, so that every key gives a kernel the same type."""
-    return key - (1 << 64) if key >> 63 else key
+def keys_there(keys: Sequence[Key], wanted: Sequence[bool], like: Tensor) -> list[Tensor]:
+    """The keys in the memory of `like`'s GPU, where kernels read them; `like` itself for one that is not read.
+
+    A launch argument would be a number for good once the launch is part of a CUDA graph.
+    """
+    there = []
+    for key, read in zip(keys, wanted, strict=True):
+        if isinstance(key, int) and read:
+            key = torch.tensor(signed(key), device=like.device)
+        there.append(key if isinstance(key, Tensor) and read else like)
+    return there

@@ -13,6 +13,7 @@ from nvfp4_train.precision.config import QuantSpec
 from nvfp4_train.precision.formats import FORMATS
 from nvfp4_train.precision.kernels import launch_blocks, launch_nvfp4
 from nvfp4_train.precision.kernels.buffers import CALL, Made
+from nvfp4_train.precision.rounding import Key
 from nvfp4_train.precision.shards import WHOLE, Shard
 
 # The rotation that a format's kernels know, along the rows of x.
@@ -55,14 +56,14 @@ def made_together(rows: QuantSpec, columns: QuantSpec) -> bool:
 
 
 def quantize_operand(
-    x: Tensor, spec: QuantSpec, axis: int, key: int, shard: Shard = WHOLE, amax: Tensor | None = None
+    x: Tensor, spec: QuantSpec, axis: int, key: Key, shard: Shard = WHOLE, amax: Tensor | None = None
 ) -> Made:
     """Quantize contiguous x [M, N], contracted over `axis`, by a spec that the kernels serve.
 
     Args:
         x: BF16 or FP32 on a GPU.
         spec, axis: how; `serves`.
-        key: 64-bit key of stochastic rounding.
+        key: 64-bit key of stochastic rounding; best on the GPU already.
         shard: which part of a matrix x is; see `quantizer.quantize_values`.
         amax: what the tensor scale of fp8_delayed follows, FP32 0-d; None for a scale of 1.
     """
@@ -82,8 +83,8 @@ def quantize_rows_and_columns(
     x: Tensor,
     rows: QuantSpec | None,
     columns: QuantSpec | None,
-    row_key: int = 0,
-    column_key: int = 0,
+    row_key: Key = 0,
+    column_key: Key = 0,
     shard: Shard = WHOLE,
 ) -> tuple[Made | None, Made | None]:
     """Quantize contiguous x [M, N] in row blocks along its columns, along its rows (as x^T), or both from one read.

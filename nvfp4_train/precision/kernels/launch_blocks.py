@@ -15,11 +15,12 @@ from nvfp4_train.precision.kernels.buffers import (
     Made,
     Shape,
     block_tables,
+    keys_there,
     sign_bits,
-    signed,
     whole_shape,
 )
 from nvfp4_train.precision.kernels.launch_nvfp4 import flat_amax
+from nvfp4_train.precision.rounding import Key
 from nvfp4_train.precision.shards import Shard
 
 MX_TILE, FP8_TILE = mx.SIZE.value, fp8_values.TILE.value
@@ -30,7 +31,7 @@ _FP8_WARPS = 16
 
 
 def mx_rows_and_columns(
-    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, row_key: int, column_key: int, shard: Shard
+    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, row_key: Key, column_key: Key, shard: Shard
 ) -> tuple[Made | None, Made | None]:
     """x in 1x32 blocks along its columns, and along its rows (as x^T); see `launch.quantize_rows_and_columns`."""
     specs = rows, columns
@@ -40,9 +41,9 @@ def mx_rows_and_columns(
     signs = sign_bits(MX_TILE) if columns is not None and columns.rotation else UNROTATED
     mantissa = _MANTISSA[element_of(next(spec for spec in specs if spec is not None))]
     mx.mx_kernel[(x.shape[0] // MX_TILE, triton.cdiv(x.shape[1], _MX.block))](
-        x, *outs, *block_tables(x, shard), x.shape[1], *whole_shape(x, shard), signed(row_key), signed(column_key),
-        rows is not None, columns is not None, *stochastic, signs, shard.split, mantissa, *up, _MX.block,
-        num_warps=_MX.warps, **EXACT,
+        x, *outs, *block_tables(x, shard), x.shape[1], *whole_shape(x, shard),
+        *keys_there((row_key, column_key), stochastic, x), rows is not None, columns is not None, *stochastic, signs,
+        shard.split, mantissa, *up, _MX.block, num_warps=_MX.warps, **EXACT,
     )  # fmt: skip
     first, second = (None if spec is None else Made(out, None, None) for spec, out in zip(specs, outs, strict=True))
     return first, second

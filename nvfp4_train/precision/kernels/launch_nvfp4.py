@@ -15,11 +15,12 @@ from nvfp4_train.precision.kernels.buffers import (
     Made,
     Shape,
     block_tables,
+    keys_there,
     sign_bits,
-    signed,
     slots,
     whole_shape,
 )
+from nvfp4_train.precision.rounding import Key
 from nvfp4_train.precision.shards import Shard, take_largest
 
 TILE = 16
@@ -33,7 +34,7 @@ _SQUARE_FOUR_OVER_SIX = Shape(128, 4)
 
 
 def rows_and_columns(
-    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, row_key: int, column_key: int, shard: Shard
+    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, row_key: Key, column_key: Key, shard: Shard
 ) -> tuple[Made | None, Made | None]:
     """x in 1x16 blocks along its columns, and along its rows (as x^T); see `launch.quantize_rows_and_columns`."""
     height, width = x.shape
@@ -52,8 +53,8 @@ def rows_and_columns(
         stochastic = [spec is not None and spec.rounding == "stochastic" for spec in (plain, columns)]
         nvfp4.values_kernel[(height // TILE, triton.cdiv(width, _VALUES.block))](
             x, amax, *outs, scales, *block_tables(x, shard), width, *whole_shape(x, shard),
-            signed(row_key), signed(column_key), plain is not None, columns is not None, *stochastic, signs,
-            shard.split, _VALUES.block, num_warps=_VALUES.warps, **EXACT,
+            *keys_there((row_key, column_key), stochastic, x), plain is not None, columns is not None, *stochastic,
+            signs, shard.split, _VALUES.block, num_warps=_VALUES.warps, **EXACT,
         )  # fmt: skip
     if rows is not None and rows.four_over_six:
         _four_over_six(x, rows, amax, outs[0], scales)

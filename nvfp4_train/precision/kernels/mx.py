@@ -84,6 +84,7 @@ def mx_columns(
     words = operand
     if STOCHASTIC:
         row = first_down(laid_out_like(n, operand[0]), column_blocks, whole_rows, mask, SPLIT)
+        key = tl.load(key)
         words = element_words(key, row + place(row_blocks, first // 16, True, SPLIT))
         words = words + element_words(key, row + place(row_blocks, first // 16 + 1, True, SPLIT))
     for i in tl.static_range(32):
@@ -110,7 +111,7 @@ def mx_rows(
     dither = blocks
     if STOCHASTIC:
         words = row_words(
-            key, row, first, block, columns, row_blocks, column_blocks, whole_columns, SPLIT, BLOCK // 16
+            tl.load(key), row, first, block, columns, row_blocks, column_blocks, whole_columns, SPLIT, BLOCK // 16
         )  # fmt: skip
         dither = tl.reshape(byte_dithers(words, ROWS, BLOCK // 16), blocks.shape)
     values = mx_values(blocks, encode[:, :, None], decode[:, :, None], dither, MANTISSA, STOCHASTIC)
@@ -142,7 +143,7 @@ def mx_kernel(
 ):
     """Values of x in blocks along columns, and of its (rotated) transpose in blocks along rows.
 
-    `row_blocks`, `column_blocks` and SPLIT as in `nvfp4.values_kernel`.
+    The keys, `row_blocks`, `column_blocks` and SPLIT as in `nvfp4.values_kernel`.
     """
     first = tl.program_id(0).to(tl.int64) * SIZE
     if COLUMN:

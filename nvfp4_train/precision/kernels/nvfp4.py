@@ -95,7 +95,7 @@ def column_values(
     if STOCHASTIC:
         here = laid_out_like(n, operand[0])
         down = first_down(here, column_blocks, whole_rows, mask, SPLIT)
-        words = element_words(key, down + place(row_blocks, first // 16, True, SPLIT))
+        words = element_words(tl.load(key), down + place(row_blocks, first // 16, True, SPLIT))
     for i in tl.static_range(16):
         dither = operand[i]
         if STOCHASTIC:
@@ -120,7 +120,7 @@ def row_values(
     dither = blocks
     if STOCHASTIC:
         words = row_words(
-            key, row, first, block, columns, row_blocks, column_blocks, whole_columns, SPLIT, BLOCK // 16
+            tl.load(key), row, first, block, columns, row_blocks, column_blocks, whole_columns, SPLIT, BLOCK // 16
         )  # fmt: skip
         dither = byte_dithers(words, ROWS, BLOCK // 16)
     values = e2m1_values(blocks, block_encode[:, :, None], *spread(scale[:, :, None], blocks), dither, STOCHASTIC)
@@ -151,7 +151,8 @@ def values_kernel(
 ):
     """Values (element * block scale) of x in blocks along columns, and of its rotated transpose in blocks along rows.
 
-    `scales` takes s_dec and amax of the first, then of the second. Where x is a part of a matrix (`SPLIT`), the tables
+    `scales` takes s_dec and amax of the first, then of the second. The keys of the random bits lie at `row_key` and
+    `column_key`. Where x is a part of a matrix (`SPLIT`), the tables
     `row_blocks` and `column_blocks` say where its blocks of 16 lie in the whole, for the random bits.
     """
     # The amax pass went from the front to the back: what it read last is still in the L2 cache.

@@ -150,6 +150,7 @@ def test_no_wait_for_the_device() -> None:
     runtime = PrecisionRuntime(5)
     gemms = ThreeGemms(precision("nvfp4", sizes=(384, 256)), runtime)
     runtime.expect([gemms.name])
+    runtime.read_keys_from(x.device, gemms.random_operands())
     runtime.begin_step(1, Passes("recipe", "recipe"))
     runtime.begin_microbatch(0)
     call = runtime.call()
