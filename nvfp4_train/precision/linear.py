@@ -214,7 +214,8 @@ def attach(
             delayed += module.gemms.delayed_tensors()
             random += module.gemms.random_operands()
     runtime.expect(linears)
-    device = next(parameter.device for module in linears.values() for parameter in module.parameters())
+    weights = [parameter for module in linears.values() for parameter in module.parameters()]
+    device = weights[0].device if weights else torch.device("cpu")  # a tied output layer has none of its own
     if device.type == "cuda":
         runtime.read_keys_from(device, random)
     runtime.random_states = lambda: get_cuda_rng_tracker().states_
