@@ -2,12 +2,13 @@
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart recipes bench test check
+.PHONY: help env quickstart recipes study bench test check
 
 help:
 	@echo "make env         build .venv from requirements.lock"
 	@echo "make quickstart  train the same small hybrid in FP8 and in NVFP4 on this machine and compare the two"
 	@echo "make recipes     train it in every recipe and write the table of gaps and step times (about an hour on two cores)"
+	@echo "make study       train the next runs of the study at nano size on this machine's GPUs, for MINUTES=9, and write its page"
 	@echo "make bench       quantizers, linears and whole training steps on this GPU, as tables of ratios"
 	@echo "make test        formatting, types and all CPU tests"
 	@echo "make check       formatting and types alone"
@@ -22,6 +23,9 @@ quickstart: env
 
 recipes: env
 	@$(PYTHON) -m tests.benchmarks.recipes
+
+study: env
+	@$(PYTHON) -m tests.benchmarks.study run $(if $(MINUTES),--minutes $(MINUTES))
 
 bench: env
 	@$(PYTHON) -m tests.benchmarks.gpu_linear

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 BUILTIN = "builtin"
+PACKAGES = "packages"
 CONCATENATE, DOCUMENTS, BEST_FIT = PACKINGS = ("concatenate", "documents", "best_fit")
 
 
@@ -53,10 +54,10 @@ class DataConfig:
     """Where the text comes from and how it becomes batches.
 
     Attributes:
-        path: `builtin` (the source text of Python's standard library), a text file or folder, a .jsonl or .parquet
-            file or folder (JSON lines also as .gz or .zst), `hub:NAME` (a data set of the Hugging Face hub), the .idx
-            file of Megatron's indexed binaries, or a folder that `prepare` wrote. A source is prepared once, under
-            `prepared`. null where `sources` are given.
+        path: `builtin` (the source text of Python's standard library), `packages` (that of the Python packages which
+            are installed), a text file or folder, a .jsonl or .parquet file or folder (JSON lines also as .gz or .zst),
+            `hub:NAME` (a data set of the Hugging Face hub), the .idx file of Megatron's indexed binaries, or a folder
+            that `prepare` wrote. A source is prepared once, under `prepared`. null where `sources` are given.
         prepared: folder for prepared corpora; each gets a sub-folder named after the source and a hash of it, the
             tokenizer and the split.
         sources: several sources with weights, instead of `path`.
@@ -123,7 +124,7 @@ class TokenizerTraining:
     """A tokenizer made by `prepare`: byte-level BPE, from the text of `data.path` that is not held out.
 
     Attributes:
-        train: the file to write; null trains none.
+        train: the file to write; null trains none. Where it is `data.tokenizer` too, one that is there is used.
         vocab_size: ids in all: special tokens, the 256 bytes, and merges.
         special_tokens: the first ids; the first of them ends a document.
         megabytes: text to learn from, from the source's beginning.

@@ -100,13 +100,19 @@ def _read_hub(source: Source, text_field: str, stream: bool) -> Iterator[AnyDocu
         yield _checked(text, f"{dataset}:{row}", f"column {text_field!r}")
 
 
-def read_builtin(source: Source, file: SourceFile, text_field: str) -> Iterator[AnyDocument]:
-    """A module of the standard library is a document, decoded as its own coding line says."""
+def read_python(source: Source, file: SourceFile, text_field: str) -> Iterator[AnyDocument]:
+    """A Python module is a document, decoded as its own coding line says."""
     try:
         with tokenize.open(file.path) as stream:
             yield Document(stream.read(), str(file.path))
     except (SyntaxError, UnicodeDecodeError) as error:
         yield BadDocument(str(file.path), f"not text in the encoding it states ({error})")
+
+
+def read_package(source: Source, file: SourceFile, text_field: str) -> Iterator[AnyDocument]:
+    """A file of an installed package is a document."""
+    read = read_python if file.path.suffix == ".py" else read_text
+    return read(source, file, text_field)
 
 
 def read_text(source: Source, file: SourceFile, text_field: str) -> Iterator[AnyDocument]:
@@ -199,7 +205,8 @@ def read_indexed(source: Source, file: SourceFile, text_field: str) -> Iterator[
 
 
 READERS: dict[str, Reader] = {
-    "builtin": read_builtin,
+    "builtin": read_python,
+    "packages": read_package,
     "text": read_text,
     "jsonl": read_jsonl,
     "parquet": read_parquet,

@@ -1,8 +1,8 @@
 """What text there is: the files of a source, found and listed once, before any of them is read.
 
-A source is of one kind (`builtin`, `text`, `jsonl`, `parquet`, `indexed`, `hub`), so one reader (`data.readers`) reads
-all of its files. The list of files with their sizes and times of change is the source's identity: the fast check by
-which a prepared corpus is reused.
+A source is of one kind (`builtin`, `packages`, `text`, `jsonl`, `parquet`, `indexed`, `hub`), so one reader
+(`data.readers`) reads all of its files. The list of files with their sizes and times of change is the source's
+identity: the fast check by which a prepared corpus is reused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from data.config import BUILTIN, DataError
+from data.config import BUILTIN, PACKAGES, DataError
 from data.hub import is_hub, parse_hub
 
 SUFFIXES: dict[str, tuple[str, ...]] = {
@@ -30,6 +30,12 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4", ".7z", ".tar", ".tgz")
 # Tests of the standard library are a third of its text and full of tables; site-packages are not part of it.
 BUILTIN_LEAVES_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+# What people write in packages: Python and what lies between it and C, C and CUDA, documentation. Larger files are
+# mostly tables, and code that a program wrote.
+PACKAGE_SUFFIXES = frozenset(
+    {".py", ".pyi", ".pyx", ".pxd", ".pxi", ".c", ".cc", ".cpp", ".cu", ".h", ".hpp", ".cuh", ".md", ".rst", ".txt"}
+)
+LARGEST_PACKAGE_FILE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,8 @@ def find_source(path: str) -> Source:
     """
     if path == BUILTIN:
         return _builtin()
+    if path == PACKAGES:
+        return _packages()
     if is_hub(path):
         dataset = parse_hub(path)
         return Source("hub", dataset.name.replace("/", "_"), Path(path), (), version=dataset.version())
@@ -131,6 +139,17 @@ def _builtin() -> Source:
             "the built-in corpus can't be made. Set data.path to text of your own."
         )
     return Source(BUILTIN, BUILTIN, root, _listed(paths, root))
+
+
+def _packages() -> Source:
+    """Source text and documentation of the Python packages that are installed for the running Python."""
+    root = Path(sysconfig.get_path("purelib"))
+    paths = _walk(root, {"__pycache__"}) if root.is_dir() else []
+    files = _listed([path for path in paths if path.suffix in PACKAGE_SUFFIXES], root)
+    kept = tuple(file for file in files if file.size <= LARGEST_PACKAGE_FILE)
+    if not kept:
+        raise DataError(f"data.path: no package in {root} has source text. Set data.path to text of your own.")
+    return Source(PACKAGES, PACKAGES, root, kept, ignored=len(paths) - len(kept))
 
 
 def _folder(root: Path) -> Source:

@@ -175,8 +175,8 @@ def tokenizer_path(name: str) -> Path:
     if not path.is_file():
         raise DataError(
             f"data.tokenizer: there is no file {path}. Copy the tokenizer.json of the model you want there (each model "
-            "repository of the Hugging Face hub holds one), write hub:NAME to fetch it, train one (`prepare "
-            "tokenizer.train=FILE`), or use `byte`, which needs no file."
+            "repository of the Hugging Face hub holds one), write hub:NAME to fetch it, train it (`prepare` with these "
+            f"settings and tokenizer.train={path}), or use `byte`, which needs no file."
         )
     return path
 

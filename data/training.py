@@ -22,12 +22,16 @@ def train_tokenizer(config: DataConfig, training: TokenizerTraining, say: Say) -
     """Writes `training.train`, a tokenizer.json made from the sources of `config`, and returns its path.
 
     Several sources give equal parts of the text. What can't be read is passed over here and named by the preparation.
+    A file that is there already is the tokenizer where `config` names it, too.
 
     Raises:
-        DataError: the file is there already, or the settings or the text make no tokenizer.
+        DataError: another file is there already, or the settings or the text make no tokenizer.
     """
     assert training.train is not None, "nowhere to write to"
     path = Path(training.train)
+    if path.exists() and config.tokenizer == training.train:
+        say(f"tokenizer: {path} is there already")
+        return path
     _check(path, config, training)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -59,7 +63,7 @@ def _check(path: Path, config: DataConfig, training: TokenizerTraining) -> None:
             f"tokenizer.train: {path} is there already and is not overwritten. Use it with data.tokenizer={path}, or "
             "name another file."
         )
-    if config.tokenizer != BYTE:
+    if config.tokenizer not in (BYTE, training.train):
         raise DataError(
             f"tokenizer.train={path} and data.tokenizer={config.tokenizer} are two tokenizers. Leave one of them out; "
             "what is trained is used for the preparation that follows."

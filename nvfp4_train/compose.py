@@ -33,7 +33,7 @@ PATH_KEYS: dict[str, tuple[str, ...]] = {
     "run_dir": (),
     "resume": ("auto", "never"),
     "baseline": (),
-    "data.path": ("builtin", "hub:*"),
+    "data.path": ("builtin", "packages", "hub:*"),
     "data.prepared": (),
     "data.tokenizer": ("byte", "hub:*"),
     "tokenizer.train": (),

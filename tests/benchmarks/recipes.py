@@ -14,23 +14,18 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from nvfp4_train.comparison.pictures import png
-from nvfp4_train.comparison.runs import METRICS, Group, config_differences, open_run
-from nvfp4_train.compose import compose
+from nvfp4_train.comparison.runs import Group, open_run
 from nvfp4_train.environment import versions
-from nvfp4_train.schema import to_mapping
 from tests.benchmarks.cpu_step import PAIRS, recipe_names, step_times
 from tests.benchmarks.recipes_table import (
     BASELINE,
@@ -43,19 +38,11 @@ from tests.benchmarks.recipes_table import (
     whole_page,
     worse_or_not,
 )
+from tests.benchmarks.training_runs import ROOT, RunFailed, failure, finished, start_training
 
-ROOT = Path(__file__).parents[2]
 RESULTS, PAGES = ROOT / "tests" / "benchmarks" / "results", ROOT / "configs" / "precision"
 SEVERAL_SEEDS = {BASELINE: 3, "nvfp4": 3, "mxfp4": 3}
 STEPS = 150
-
-
-class RunFailed(Exception):
-    """A training ended with another exit code than 0; `code` is that."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 def planned_runs(recipes: Sequence[str]) -> list[tuple[str, int]]:
@@ -80,32 +67,12 @@ def overrides(recipe: str, seed: int, steps: int, path: Path) -> list[str]:
     ]
 
 
-def finished(path: Path, arguments: Sequence[str]) -> bool:
-    """Whether the run folder `path` holds the run of these overrides, complete.
-
-    Raises RunFailed where it holds a run of another configuration: going on with that would mix the two.
-    """
-    if not (path / METRICS).is_file() or not (path / METRICS).stat().st_size:
-        return False
-    config = compose(arguments)
-    run = open_run(path)
-    different = config_differences(run, replace(run, config=json.loads(json.dumps(to_mapping(config)))))
-    if different:
-        raise RunFailed(f"{path} holds a run with another {', '.join(different)}. Delete it, or use --folder.", 2)
-    return bool(run.train.steps[-1] >= config.steps)
-
-
 def train(path: Path, arguments: Sequence[str], threads: int) -> float:
     """Train one run to its end in a process of its own, its output in `<path>.log`; returns the seconds it took."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log_path, start = path.with_name(f"{path.name}.log"), time.monotonic()
-    command = [sys.executable, "-m", "nvfp4_train.train", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    with log_path.open("w") as log:
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False).returncode
+    start = time.monotonic()
+    code = start_training(path, arguments, threads).wait()
     if code:
-        tail = log_path.read_text().splitlines()[-8:]
-        raise RunFailed("\n".join([f"{path.name} ended with exit code {code}:", *tail]), code)
+        raise failure(path, code)
     return time.monotonic() - start
 
 

@@ -165,8 +165,18 @@ def _short_line(row: Row) -> str:
     return f"| `{row.recipe}` | {row.train_loss:.4f} | {gap}{seeds} | {row.step_ratio:.2f} |"
 
 
-def gap_picture(rows: Sequence[Row], title: str) -> Figure:
-    """Gaps with their bands, the smallest on top; a dot for each seed where there are several."""
+NOISE_OR_SPREAD = (
+    "one seed; band: noise of the paired difference",
+    "mean of several seeds; band: their spread; bars: each seed",
+)
+
+
+def gap_picture(rows: Sequence[Row], title: str, legend: tuple[str, str] = NOISE_OR_SPREAD) -> Figure:
+    """Gaps with their bands, the smallest on top; a dot for each seed where there are several.
+
+    Args:
+        legend: what a row of one seed, and of several, shows.
+    """
     shown = [row for row in rows if row.gap is not None]
     figure = Figure(figsize=(9, 1.5 + 0.36 * len(shown)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
@@ -188,7 +198,7 @@ def gap_picture(rows: Sequence[Row], title: str) -> Figure:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.plot([], [], "o", color=COLORS[1], label="one seed; band: noise of the paired difference")
-    axes.plot([], [], "s", color=COLORS[0], label="mean of several seeds; band: their spread; bars: each seed")
+    axes.plot([], [], "o", color=COLORS[1], label=legend[0])
+    axes.plot([], [], "s", color=COLORS[0], label=legend[1])
     figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=9)
     return figure

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from models.shapes import count_parameters
 from nvfp4_train.compose import compose, compose_precision, replaced
 from nvfp4_train.config import ConfigError
 from nvfp4_train.overrides import expand_sweeps, find_groups
@@ -45,6 +46,14 @@ def test_experiments_compose(experiment: str, sizes: tuple[int | None, int | Non
     assert blocks in (None, len(config.model.pattern))
     assert hidden in (None, config.model.hidden_size)
     assert config.data.sequence_length == length
+
+
+def test_nano_reads_installed_packages_in_a_vocabulary_of_its_own(tmp_path: Path) -> None:
+    config = compose(["experiment=nano"], base=tmp_path)
+    assert (config.data.path, config.data.tokenizer) == ("packages", str(tmp_path / "corpora" / "packages-8k.json"))
+    assert (config.tokenizer.train, config.tokenizer.vocab_size) == (config.data.tokenizer, config.model.vocab_size)
+    tokens = config.steps * config.data.global_batch * config.data.sequence_length
+    assert 10 <= tokens / count_parameters(config.model) < 10.01
 
 
 def test_the_published_training_of_the_12b() -> None:

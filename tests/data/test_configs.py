@@ -40,7 +40,7 @@ def test_the_three_phases_of_the_published_run_are_a_file() -> None:
 
 
 def test_builtin_is_the_default_source() -> None:
-    assert [file.stem for file in FILES] == ["builtin", "own", "three_phases"]
+    assert [file.stem for file in FILES] == ["builtin", "own", "packages", "three_phases"]
     assert DataConfig(**yaml.safe_load(FILES[0].read_text())).path == "builtin"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.config import DataError
+from data.readers import BadDocument, read_documents
 from data.sources import check_unchanged, find_source
 
 
@@ -22,6 +23,36 @@ def test_builtin_is_the_standard_library_without_tests() -> None:
     assert names == sorted(names)
     assert 5e6 < source.size < 30e6
     assert find_source("builtin").identity == source.identity
+
+
+def test_packages_are_the_text_of_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", {"purelib": str(tmp_path)}.__getitem__)
+    with pytest.raises(DataError, match=f"no package in {tmp_path} has source text"):
+        find_source("packages")
+    contents = {
+        "b/latin.py": b"# coding: latin-1\nname = '\xe9'\n",
+        "a/kernel.cuh": b"// text\n",
+        "a-1.0.dist-info/LICENSE.txt": b"licence\n",
+        "a/picture.png": b"no text",
+        "a/__pycache__/x.py": b"no source",
+        "a/table.py": b"x = 1\n" * (1 << 18),
+        "b/latin.h": b"\xe9 states no encoding\n",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    source = find_source("packages")
+    names = [file.name for file in source.files]
+    assert names == ["a-1.0.dist-info/LICENSE.txt", "a/kernel.cuh", "b/latin.h", "b/latin.py"]
+    assert (source.kind, source.ignored, source.root) == ("packages", 2, tmp_path)
+    documents = list(read_documents(source, "text"))
+    assert [getattr(one, "text", None) for one in documents] == [
+        "licence\n",
+        "// text\n",
+        None,
+        "# coding: latin-1\nname = 'é'\n",
+    ]
+    assert isinstance(documents[2], BadDocument)
 
 
 def test_folder_is_read_by_name_and_without_hidden_files(tmp_path: Path) -> None:

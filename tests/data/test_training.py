@@ -78,6 +78,16 @@ def test_no_file_is_overwritten_and_two_tokenizers_are_none(config: DataConfig, 
     assert (tmp_path / "t.json").read_text() == "mine"
 
 
+def test_a_tokenizer_that_is_to_be_used_is_trained_once(config: DataConfig, tmp_path: Path) -> None:
+    said: list[str] = []
+    training = TokenizerTraining(str(tmp_path / "t.json"), 280)
+    named = dataclasses.replace(config, tokenizer=str(tmp_path / "t.json"))
+    written = train_tokenizer(named, training, said.append).read_bytes()
+    assert train_tokenizer(named, training, said.append).read_bytes() == written
+    assert said[-1] == f"tokenizer: {tmp_path / 't.json'} is there already"
+    assert load_tokenizer(named.tokenizer).vocab_size == 280
+
+
 def test_the_command_trains_and_prepares(
     config: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
