@@ -1,4 +1,6 @@
-"""Gradients between backward and update: their global norm, clipping, and where the first bad number came from."""
+"""Gradients of a step: where they start, their global norm, what an update multiplies them by, and where the first bad
+number came from. Megatron's buffers hold the gradient of the loss summed over tokens; the update divides it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
 from models.hybrid import global_name
 from nvfp4_train.distributed import gather_over
+from nvfp4_train.precision.linear import STARTS_ITS_GRADIENT
 
 Chunks = Sequence[torch.nn.Module]
 # First element and the one after the last of the part of a flat parameter that a rank's optimizer updates.
@@ -30,12 +33,33 @@ def _gradient(parameter: Any) -> torch.Tensor:
     return parameter.main_grad
 
 
-class GradientNorm:
-    """The Euclidean norm of all gradients of the whole model, the same bits however its blocks lie on ranks.
+def start_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Before a step's first micro-batch: what Megatron's `zero_grad_buffer` does, in one pass over less memory.
 
-    Summed in FP64, parameter by parameter in the order of the whole model, then rounded to FP32: splitting a parameter
-    over ranks moves the sum by parts in 1e16, which the rounding hides. FP64 can't overflow: FP32's largest square is
-    1e77.
+    Weights whose first micro-batch writes over their gradient keep the old one until then.
+    """
+    zero = []
+    for chunk in chunks:
+        for parameter in chunk.params_with_grad:
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            if not getattr(parameter, STARTS_ITS_GRADIENT, False):
+                zero.append(_gradient(parameter))
+        for group in chunk.bucket_groups:
+            group.reset()
+    if zero:
+        torch._foreach_zero_(zero)
+
+
+def finish_gradients(chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **settings: Any) -> None:
+    """What Megatron's schedules call at the end: all sums over ranks. The division by tokens is left to the update."""
+    finalize_model_grads(chunks, None, **settings)
+
+
+class GradientNorm:
+    """The Euclidean norm of all gradients of the whole model.
+
+    Summed in FP64, parameter by parameter in the order of the whole model: splitting a parameter over ranks moves the
+    sum by parts in 1e16, which `of_mean` hides. FP64 can't overflow: FP32's largest square is 1e77.
 
     Args:
         chunks: what this rank holds of the model; its ranks agree on the order here.
@@ -59,7 +83,7 @@ class GradientNorm:
         self._places = torch.tensor([place for place, _ in here], dtype=torch.int64, device=self._device)
 
     def __call__(self) -> float:
-        """Inf or nan when one gradient is not finite."""
+        """Of what the buffers hold, in FP64; inf or nan when one gradient is not finite."""
         squares = torch.zeros(self._length, dtype=torch.float64, device=self._device)
         if self._mine:
             norms = torch._foreach_norm([self._complete(p) for p in self._mine], dtype=torch.float64)
@@ -70,7 +94,7 @@ class GradientNorm:
         for group in groups:
             if group.size() > 1:
                 dist.all_reduce(squares, group=group)
-        return float(squares.sum().sqrt().to(torch.float32).item())
+        return float(squares.sum().sqrt().item())
 
     def _complete(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         gradient = _gradient(parameter)
@@ -85,11 +109,18 @@ def _counted(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in named_parameters([chunk]) if not getattr(p, "shared", False)}
 
 
-def clip_gradients(chunks: Sequence[DistributedDataParallel], norm: float, limit: float) -> None:
-    """Scale all gradients by limit / norm where norm > limit; a limit of 0 clips nothing."""
-    if 0 < limit < norm:
-        for chunk in chunks:
-            chunk.scale_gradients(limit / norm)
+def of_mean(norm: float, tokens: int) -> float:
+    """The norm of the mean gradient over valid tokens, rounded to FP32: the same bits in every layout."""
+    return float(torch.tensor(norm / max(1, tokens), dtype=torch.float32))
+
+
+def update_factor(norm: float, limit: float, tokens: int) -> float:
+    """What an update multiplies the summed gradients by: their mean, shortened to `limit` where its `norm` is larger.
+
+    A limit of 0 clips nothing.
+    """
+    clip = limit / norm if 0 < limit < norm else 1.0
+    return clip / max(1, tokens)
 
 
 def first_bad_gradient(chunks: Chunks) -> str | None:

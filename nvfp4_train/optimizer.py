@@ -128,9 +128,11 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optim
         yield part.optimizer
 
 
-def update(optimizer: MegatronOptimizer) -> None:
-    """One step with the gradients as they are. Megatron's `step` would take their norm a second time."""
+def update(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], factor: float) -> None:
+    """One step with the gradients in the buffers times `factor`. Megatron's `step` would take their norm once more."""
     with megatron_device():
+        for chunk in chunks:
+            chunk.scale_gradients(factor)
         optimizer.prepare_grads()
         optimizer.step_with_ready_grads()
 

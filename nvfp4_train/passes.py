@@ -36,10 +36,10 @@ class LossSum:
 def run_micro_batches(
     chunks: Sequence[Any], batches: Sequence[Batch], runtime: PrecisionRuntime, world: World, *, training: bool
 ) -> LossSum:
-    """All micro-batches of this rank forward and, in training, backward; the buffers then hold the gradient.
+    """All micro-batches of this rank forward and, in training, backward.
 
     The loss is the sum over valid tokens divided by the number of valid tokens of the whole global batch, whatever
-    their share in each micro-batch: Megatron's schedule divides the gradients once, at the end.
+    their share in each micro-batch. The buffers then hold the gradient of the sum; the update divides it.
 
     Args:
         chunks: what this rank holds of the model: one, or one for each virtual stage; in training within Megatron's

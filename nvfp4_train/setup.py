@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 
 from data.blending import Phase
 from data.corpus import check_vocabulary
@@ -32,6 +31,7 @@ from nvfp4_train.chunks import build_chunks
 from nvfp4_train.config import RunConfig
 from nvfp4_train.devices import check_memory
 from nvfp4_train.distributed import World, gather, largest_over_stage
+from nvfp4_train.gradients import finish_gradients
 from nvfp4_train.layout import choose_backend, phase_steps, tokens_per_step
 from nvfp4_train.precision.assignment import LinearPrecision, assign
 from nvfp4_train.precision.backends import Backend
@@ -122,7 +122,7 @@ def check_same_data(header: Header, datasets: Datasets, *, whole: bool) -> None:
 
 
 def build_quantized_model(config: RunConfig, world: World, say: Say) -> QuantizedModel:
-    """The model of `config` in its precision, set to sum its loss over tokens and divide once, by the step's number."""
+    """The model of `config` in its precision, set to sum its loss over tokens; `gradients` divides, once a step."""
     parallel = config.parallel
     flops = flops_per_token(config.model, config.data.sequence_length).training
     passes = resolve(config.precision.phases, config.steps, tokens_per_step(config))
@@ -150,7 +150,7 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
     attach(linears, assignments, runtime, te_linears)
     for chunk in chunks:
         chunk.config.calculate_per_token_loss = True
-        chunk.config.finalize_model_grads_func = finalize_model_grads
+        chunk.config.finalize_model_grads_func = finish_gradients
     full_report = report(config.precision, assignments, flops, passes, backend.name)
     padded = padded_vocab_size(config.model)
     say(

@@ -14,7 +14,7 @@ from typing import Any
 
 from data.loading import train_batches
 from models.megatron_cpu import megatron_device
-from nvfp4_train import checkpoint
+from nvfp4_train import checkpoint, gradients
 from nvfp4_train.checkpoint_files import Header, read_header
 from nvfp4_train.comparison.live import LiveGap
 from nvfp4_train.config import RunConfig
@@ -30,7 +30,6 @@ from nvfp4_train.distributed import (
 from nvfp4_train.environment import environment, versions
 from nvfp4_train.evaluation import validation_metrics
 from nvfp4_train.exits import ExitCode
-from nvfp4_train.gradients import GradientNorm, clip_gradients, first_bad_gradient, first_bad_output, first_bad_weight
 from nvfp4_train.layout import choose_backend, tokens_per_step
 from nvfp4_train.metrics import Metrics, MetricsFile, marked_passes
 from nvfp4_train.optimizer import (
@@ -112,7 +111,7 @@ class Trainer:
         self.assignments, self.passes = quantized.assignments, quantized.passes
         self.parallel_chunks = wrap_data_parallel(self.chunks, config.parallel)
         self.optimizer = build_optimizer(config.optimizer, config.parallel, self.parallel_chunks)
-        self.gradient_norm = GradientNorm(self.chunks, updated_here(self.optimizer))
+        self.gradient_norm = gradients.GradientNorm(self.chunks, updated_here(self.optimizer))
         say(describe_groups(self.chunks, config.optimizer.weight_decay))
         self.schedule = build_schedule(config.schedule, config.optimizer, config.steps, tokens_per_step(config))
 
@@ -236,19 +235,19 @@ class Trainer:
         runtime.sample_health = config.logging.health_every > 0 and step % config.logging.health_every == 0
         runtime.begin_step(self.step, passes)
         with megatron_device():
-            for chunk in self.parallel_chunks:
-                chunk.zero_grad_buffer()
+            gradients.start_gradients(self.parallel_chunks)
             self.optimizer.zero_grad()
-        loss = run_micro_batches(self.parallel_chunks, micro_batches, runtime, self.world, training=True).mean
+        total = run_micro_batches(self.parallel_chunks, micro_batches, runtime, self.world, training=True)
         if runtime.observing:
             runtime.check_observed(self.assignments, passes)
-        norm, lr = self.gradient_norm(), self.schedule.at(step)
+        norm, lr = gradients.of_mean(self.gradient_norm(), total.tokens), self.schedule.at(step)
+        loss = total.mean
         skip = any_rank(not math.isfinite(loss) or not math.isfinite(norm), self.world)
         runtime.end_step(skipped=skip)
         if skip:
             self._skip(step, loss, norm, micro_batches)
         else:
-            self._update(norm, lr)
+            self._update(gradients.update_factor(norm, config.optimizer.clip, total.tokens), lr)
         self.step, self.samples = step, self.samples + config.data.global_batch
         self.tokens += self.throughput.tokens_per_step
         return {
@@ -266,11 +265,10 @@ class Trainer:
             **(self._health() if runtime.sample_health else {}),
         }
 
-    def _update(self, norm: float, lr: float) -> None:
-        """Clip, step, and tell the quantized weights that they are stale."""
-        clip_gradients(self.parallel_chunks, norm, self.config.optimizer.clip)
+    def _update(self, factor: float, lr: float) -> None:
+        """Step with the gradients times `factor`, and tell the quantized weights that they are stale."""
         set_learning_rate(self.optimizer, lr)
-        update(self.optimizer)
+        update(self.optimizer, self.parallel_chunks, factor)
         self.runtime.weights_changed()
         self.skipped = 0
 
@@ -296,10 +294,10 @@ class Trainer:
             with self.runtime.evaluating():
                 run_micro_batches(self.parallel_chunks, micro_batches, self.runtime, self.world, training=False)
 
-        searches: dict[str, Callable[[], str | None]] = {"weight": lambda: first_bad_weight(self.chunks)}
+        searches: dict[str, Callable[[], str | None]] = {"weight": lambda: gradients.first_bad_weight(self.chunks)}
         if not math.isfinite(loss):
-            searches["output of"] = lambda: first_bad_output(self.chunks, forward)
-        searches["gradient of"] = lambda: first_bad_gradient(self.chunks)
+            searches["output of"] = lambda: gradients.first_bad_output(self.chunks, forward)
+        searches["gradient of"] = lambda: gradients.first_bad_gradient(self.chunks)
         for what, search in searches.items():
             for rank, name in enumerate(gather(search(), self.world)):
                 if name is not None:
@@ -356,7 +354,7 @@ class Trainer:
     def _save(self) -> bool:
         """A checkpoint of this step; False where the weights are not finite, which are never saved."""
         gather_parameters(self.parallel_chunks)
-        bad = gather(first_bad_weight(self.chunks), self.world)
+        bad = gather(gradients.first_bad_weight(self.chunks), self.world)
         if any(bad):
             rank, name = next((rank, name) for rank, name in enumerate(bad) if name)
             self.console.warn(f"step {self.step} is not saved: weight {name} is not finite on rank {rank}")

@@ -41,6 +41,7 @@ def gemm(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     add_to: Tensor | None = None,
+    start: bool = False,
 ) -> Tensor:
     """a b, times both scales and plus the bias in FP32, rounded once to `dtype`.
 
@@ -52,6 +53,7 @@ def gemm(
         bias: [N] or None.
         dtype: of the result, bfloat16 or float32.
         add_to: FP32 [M, N] to which an FP32 result is added in place (a gradient buffer), or None.
+        start: write over what `add_to` held instead.
 
     Returns:
         [M, N]; `add_to` itself where it is given.
@@ -59,14 +61,14 @@ def gemm(
     if a.dtype in FP8:
         assert scale_a is not None
         assert scale_b is not None
-        return _fp8(a, b, scale_a, scale_b, bias, dtype, add_to)
+        return _fp8(a, b, scale_a, scale_b, bias, dtype, add_to, start)
     factors = [] if scale_a is None else [scale_a[:, None] if scale_a.dim() == 1 else scale_a]
     factors += [] if scale_b is None else [scale_b]
     half = a.dtype == torch.bfloat16 and b.dtype == torch.bfloat16
     if half and dtype == torch.bfloat16 and not factors and bias is None:
         return torch.mm(a, b)  # the vendor's kernel rounds once itself
     if half and a.is_cuda and bias is None and all(factor.dim() == 0 for factor in factors):
-        return _scaled_inside(a, b, factors, dtype, add_to)
+        return _scaled_inside(a, b, factors, dtype, add_to, start)
     product = _product(a, b, half)
     last = len(factors) if bias is None and dtype != torch.float32 else -1
     for i, factor in enumerate(factors, start=1):
@@ -76,18 +78,31 @@ def gemm(
     if bias is not None:
         product.add_(bias)
     if add_to is not None:
-        return add_to.add_(product)
+        return written(product, add_to, start)
     return product.to(dtype)
 
 
-def _scaled_inside(a: Tensor, b: Tensor, factors: list[Tensor], dtype: torch.dtype, add_to: Tensor | None) -> Tensor:
+def written(product: Tensor, buffer: Tensor, start: bool) -> Tensor:
+    """The buffer, with the product added or, at the `start` of a sum, in place of what it held."""
+    return buffer.copy_(product) if start else buffer.add_(product)
+
+
+def _scaled_inside(
+    a: Tensor, b: Tensor, factors: list[Tensor], dtype: torch.dtype, add_to: Tensor | None, start: bool
+) -> Tensor:
     """The whole of `gemm` in one kernel, for scales that are one number each."""
     scale = torch.mul(*factors) if len(factors) == 2 else factors[0] if factors else None
     out = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device) if add_to is None else add_to
     transposed = [x.stride(1) != 1 for x in (a, b)]
     a, b = (x.t() if turn else x for x, turn in zip((a, b), transposed, strict=True))
     return cublaslt.scaled_mm(
-        a, b, scale, transpose_a=transposed[0], transpose_b=transposed[1], out=out, accumulate=add_to is not None
+        a,
+        b,
+        scale,
+        transpose_a=transposed[0],
+        transpose_b=transposed[1],
+        out=out,
+        accumulate=add_to is not None and not start,
     )
 
 
@@ -99,16 +114,17 @@ def _fp8(
     bias: Tensor | None,
     dtype: torch.dtype,
     add_to: Tensor | None,
+    start: bool,
 ) -> Tensor:
     """The whole of `gemm` for float8 codes; a bias is added to the FP32 product."""
     in_place = add_to is not None and add_to.data_ptr() % _FP8_ALIGNMENT == 0
     accumulated = torch.float32 if bias is not None else dtype
     out = add_to if in_place else torch.empty(a.shape[0], b.shape[1], dtype=accumulated, device=a.device)
     assert out is not None
-    cublaslt.fp8_mm(a, b.t(), scale_a, scale_b, out=out, accumulate=in_place)
+    cublaslt.fp8_mm(a, b.t(), scale_a, scale_b, out=out, accumulate=in_place and not start)
     if bias is not None:
         return out.add_(bias).to(dtype)
-    return out if add_to is None or in_place else add_to.add_(out)
+    return out if add_to is None or in_place else written(out, add_to, start)
 
 
 def _product(a: Tensor, b: Tensor, half: bool) -> Tensor:

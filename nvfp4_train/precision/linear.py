@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from nvfp4_train.precision.te_linear import TeLinear, TeLinears
 
 
+# Name of a weight's attribute: its gradient buffer need not be zero when a step begins.
+STARTS_ITS_GRADIENT = "starts_its_gradient"
+
+
 class _QuantizedLinear(torch.autograd.Function):
     """Y = X W^T + bias, with the tensor- and sequence-parallel communication that Megatron expects."""
 
@@ -107,12 +111,15 @@ def _reduced(ctx: Any, partial: Tensor) -> tuple[Tensor, dist.Work | None]:
 def _weight_gradient(gemms: ThreeGemms, gradient: Factor, weight: Tensor, kept: Factor, call: Call) -> Tensor:
     """dW for autograd; or, fused, dW added to Megatron's gradient buffer and a stand-in so that the buffer's hooks run.
 
+    A step's first micro-batch writes over what the step before left, where nobody else has a share in the gradient.
+
     The stand-in's content is never read, unless the parameter is also used elsewhere (a tied embedding,
     `zero_out_wgrad`): then it is added to the buffer too, so it is zero.
     """
     if not (gemms.runtime.fuse_wgrad and hasattr(weight, "main_grad")):
         return gemms.weight_gradient(gradient, kept, call, add_to=None)
-    gemms.weight_gradient(gradient, kept, call, add_to=weight.main_grad)
+    start = call.first and getattr(weight, STARTS_ITS_GRADIENT, False)
+    gemms.weight_gradient(gradient, kept, call, add_to=weight.main_grad, start=start)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
@@ -211,6 +218,8 @@ def attach(
         module.gemms = ThreeGemms(precision, runtime, weight_shard(module))
         module.transformer_engine = None if te_linears is None else te_linears.make(precision, module)
         if module.transformer_engine is None:
+            if module.weight is not None:
+                setattr(module.weight, STARTS_ITS_GRADIENT, runtime.fuse_wgrad)
             delayed += module.gemms.delayed_tensors()
             random += module.gemms.random_operands()
     runtime.expect(linears)

@@ -43,6 +43,7 @@ class Call(NamedTuple):
         microbatch: counted from 0 over the step's whole global batch; None in evaluation.
         passes: which of the recipe's passes are in force.
         sampled: whether quantization health is measured on it.
+        first: whether it is the first of its step in this process: its weight gradients may start a sum.
         keys: of its random bits, on the GPU where kernels read them; None where numbers do.
     """
 
@@ -50,6 +51,7 @@ class Call(NamedTuple):
     microbatch: int | None
     passes: Passes
     sampled: bool
+    first: bool
     keys: DeviceKeys | None = None
 
     @property
@@ -192,15 +194,15 @@ class PrecisionRuntime:
     def call(self) -> Call:
         """The forward pass that is being run."""
         if self._evaluation is not None:
-            return Call(None, None, self._evaluation, False)
+            return Call(None, None, self._evaluation, sampled=False, first=False)
         state = self.random_states().get(MICROBATCH_STATE)
         assert state is not None, (
             "a quantized linear ran outside of a micro-batch: call begin_step and begin_microbatch before, "
             "or wrap what is no training in runtime.evaluating()"
         )
         microbatch = int(state)
-        sampled = self.sample_health and microbatch == self._first_microbatch
-        return Call(self.step, microbatch, self.passes, sampled, self._keys.get(microbatch))
+        first = microbatch == self._first_microbatch
+        return Call(self.step, microbatch, self.passes, self.sample_health and first, first, self._keys.get(microbatch))
 
     # ---- delayed scaling
 

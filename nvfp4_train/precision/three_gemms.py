@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from nvfp4_train.precision.assignment import LinearPrecision
 from nvfp4_train.precision.config import Operand, QuantSpec
 from nvfp4_train.precision.formats import FP8_FORMATS, layout_independent
-from nvfp4_train.precision.gemm import gemm
+from nvfp4_train.precision.gemm import gemm, written
 from nvfp4_train.precision.keys import RandomOperand
 from nvfp4_train.precision.operands import made_together, quantize_both, quantize_operand
 from nvfp4_train.precision.quantizer import Values, quantize_values
@@ -145,16 +146,20 @@ class ThreeGemms:
         self._record("dgrad", gradient, weights, call)
         return gemm(gradient.values, weights.values, scale_a=gradient.scale, scale_b=weights.scale)[:tokens]
 
-    def weight_gradient(self, gradient: Factor, kept: Factor, call: Call, add_to: Tensor | None) -> Tensor:
-        """dW = dY^T X, [out, in] FP32; added to the buffer `add_to` in place where one is given."""
+    def weight_gradient(
+        self, gradient: Factor, kept: Factor, call: Call, add_to: Tensor | None, start: bool = False
+    ) -> Tensor:
+        """dW = dY^T X, [out, in] FP32; added to the buffer `add_to` in place where one is given, or at the `start` of a
+        sum written over what it held.
+        """
         inputs = self._kept(kept, call)
-        a, b, scales = gradient.values.t(), inputs.values, {"scale_a": gradient.scale, "scale_b": inputs.scale}
+        product = partial(gemm, gradient.values.t(), inputs.values, scale_a=gradient.scale, scale_b=inputs.scale)
         self._record("wgrad", gradient, inputs, call)
         if not call.sampled:
-            return gemm(a, b, **scales, dtype=torch.float32, add_to=add_to)
-        dw = gemm(a, b, **scales, dtype=torch.float32)
+            return product(dtype=torch.float32, add_to=add_to, start=start)
+        dw = product(dtype=torch.float32)
         self.runtime.health.weight_gradient(self.name, dw)
-        return dw if add_to is None else add_to.add_(dw)
+        return dw if add_to is None else written(dw, add_to, start)
 
     # ---- their operands
 

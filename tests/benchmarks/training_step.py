@@ -10,7 +10,7 @@ with quiet():
     from models.megatron_cpu import megatron_device
     from nvfp4_train.config import RunConfig
     from nvfp4_train.distributed import World
-    from nvfp4_train.gradients import GradientNorm, clip_gradients
+    from nvfp4_train.gradients import GradientNorm, of_mean, start_gradients, update_factor
     from nvfp4_train.optimizer import build_optimizer, set_learning_rate, update, wrap_data_parallel
     from nvfp4_train.passes import Batch, run_micro_batches
     from nvfp4_train.precision.phases import Passes
@@ -40,15 +40,13 @@ class TrainingStep:
         self.runtime.sample_health = sample_health
         self.runtime.begin_step(self.step, Passes())
         with megatron_device():
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
+            start_gradients(self.chunks)
             self.optimizer.zero_grad()
-        run_micro_batches(self.chunks, self.batches, self.runtime, self.world, training=True)
-        norm = self.gradient_norm()
+        total = run_micro_batches(self.chunks, self.batches, self.runtime, self.world, training=True)
+        norm = of_mean(self.gradient_norm(), total.tokens)
         self.runtime.end_step()
-        clip_gradients(self.chunks, norm, self.config.optimizer.clip)
         set_learning_rate(self.optimizer, self.config.optimizer.lr)
-        update(self.optimizer)
+        update(self.optimizer, self.chunks, update_factor(norm, self.config.optimizer.clip, total.tokens))
         self.runtime.weights_changed()
         if sample_health:
             assert self.runtime.health.metrics()

@@ -48,10 +48,10 @@ class Watched(trainer.Trainer):
                 batch["loss_mask"] = (place < batch["tokens"].sum(1, keepdim=True) % len(place)).float()
             yield batches
 
-    def _update(self, norm: float, lr: float) -> None:
+    def _update(self, factor: float, lr: float) -> None:
         if self.step == 0:
-            self.first_gradients = shares(self.chunks, lambda parameter: parameter.main_grad)
-        super()._update(norm, lr)
+            self.first_gradients = shares(self.chunks, lambda parameter: parameter.main_grad * factor)
+        super()._update(factor, lr)
 
 
 class Recorder:

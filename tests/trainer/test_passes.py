@@ -12,7 +12,15 @@ from models.hybrid import no_weight_decay
 from models.megatron_cpu import megatron_device
 from nvfp4_train.config import OptimizerConfig, ParallelConfig
 from nvfp4_train.distributed import World, process_groups
-from nvfp4_train.gradients import GradientNorm, clip_gradients, first_bad_gradient, first_bad_output, named_parameters
+from nvfp4_train.gradients import (
+    GradientNorm,
+    first_bad_gradient,
+    first_bad_output,
+    named_parameters,
+    of_mean,
+    start_gradients,
+    update_factor,
+)
 from nvfp4_train.optimizer import build_optimizer, describe_groups, set_learning_rate, wrap_data_parallel
 from nvfp4_train.passes import Batch, run_micro_batches
 from nvfp4_train.precision.phases import Passes
@@ -40,11 +48,12 @@ class Step:
 
     def __call__(self, batches: list[Batch], step: int = 0) -> tuple[float, dict[str, torch.Tensor]]:
         with megatron_device():
-            self.parallel_model.zero_grad_buffer()
+            start_gradients([self.parallel_model])
         self.runtime.begin_step(step, Passes())
         loss = run_micro_batches([self.parallel_model], batches, self.runtime, self.world, training=True)
         self.runtime.end_step()
-        return loss.mean, {name: p.main_grad.clone() for name, p in named_parameters([self.model])}
+        share = 1 / max(1, loss.tokens)
+        return loss.mean, {name: p.main_grad * share for name, p in named_parameters([self.model])}
 
 
 def batch(seed: int, rows: int = 2, valid: int | None = None) -> Batch:
@@ -135,22 +144,38 @@ def test_quantized_weights_follow_the_weights(make: Make, world: World) -> None:
     assert len(set(found[0])) == 4
 
 
-def test_the_norm_is_the_euclidean_norm_and_clipping_scales_to_it(make: Make, world: World) -> None:
+def test_the_norm_is_the_euclidean_norm_of_the_mean_gradient(make: Make, world: World) -> None:
     step = Step(make, world)
-    gradients = step([batch(1)])[1]
+    gradients = step([batch(1, valid=100)])[1]
     expected = torch.cat([gradient.double().flatten() for gradient in gradients.values()]).norm().item()
     gradient_norm = GradientNorm([step.model])
-    assert gradient_norm() == pytest.approx(expected, rel=1e-7)
-    clip_gradients([step.parallel_model], gradient_norm(), 0.0)
-    clip_gradients([step.parallel_model], gradient_norm(), 2 * expected)
-    assert gradient_norm() == pytest.approx(expected, rel=1e-7)
-    clip_gradients([step.parallel_model], gradient_norm(), 0.25)
-    assert gradient_norm() == pytest.approx(0.25, rel=1e-6)
+    assert of_mean(gradient_norm(), 100) == pytest.approx(expected, rel=1e-7)
     assert first_bad_gradient([step.model]) is None
     for value in (float("nan"), float("inf")):
         step.model.decoder.final_norm.weight.main_grad[0] = value
-        assert gradient_norm() != pytest.approx(0.25, rel=1e3)
+        assert of_mean(gradient_norm(), 100) != pytest.approx(expected, rel=1e3)
         assert first_bad_gradient([step.model]) == "decoder.final_norm.weight"
+
+
+def test_an_update_takes_the_mean_and_clips_it() -> None:
+    assert of_mean(3.0, 0) == 3.0
+    assert of_mean(1.0, 3) == torch.tensor(1 / 3).item()
+    assert update_factor(norm=3.0, limit=0.0, tokens=4096) == 2**-12
+    assert update_factor(norm=3.0, limit=3.0, tokens=4096) == 2**-12
+    assert update_factor(norm=4.0, limit=1.0, tokens=4096) == 2**-14
+    assert update_factor(norm=0.0, limit=1.0, tokens=0) == 1.0
+
+
+def test_a_step_starts_from_nothing_whatever_the_last_one_left(make: Make, world: World) -> None:
+    """Old gradients of fused weights stay in the buffer until the first micro-batch writes over them."""
+    step = Step(make, world)
+    batches = [batch(1), batch(2)]
+    first = step(batches)[1]
+    for parameter in step.model.parameters():
+        parameter.main_grad.fill_(float("nan"))
+    again = step(batches, step=1)[1]
+    for name, gradient in first.items():
+        assert torch.equal(gradient, again[name]), name
 
 
 def test_the_last_bad_gradient_of_the_model_was_the_first(make: Make, world: World) -> None:
