@@ -108,9 +108,14 @@ def test_blocks_are_chosen_by_loss_a_flop_within_the_limit(plan: Plan) -> None:
     assert choose_blocks(dict.fromkeys(range(12), -1e-3), plan.config, 10) == []
 
 
-def test_measured_blocks_make_a_candidate(plan: Plan) -> None:
-    (row,) = by_sensitivity([2, 5])
-    assert row.candidate
-    config = plan.config_of(Cell(MAIN, row, 1))
-    assert above_four_bits(config, output_layer=False) == pytest.approx(100 * (M + ATTENTION) / ALL)
-    assert by_sensitivity([]) == ()
+def test_measured_blocks_make_candidates(plan: Plan) -> None:
+    measured = {5: 1e-2, 2: 2e-2, 0: 1e-3}
+    whole, late = by_sensitivity(measured)
+    assert (whole.candidate, late.candidate) == (True, True)
+    assert "blocks 5 in BF16" in whole.what  # block 2 loses less a weight, and both together are above 10%
+    config = plan.config_of(Cell(MAIN, late, 1))
+    switched = (1505 - 1235) / 1505 / 3
+    share = 100 * (switched + (1 - switched) * ATTENTION / ALL)
+    assert above_four_bits(config, output_layer=False) == pytest.approx(share)
+    assert share < 10
+    assert by_sensitivity({}) == by_sensitivity({2: -1.0}) == ()

@@ -197,13 +197,13 @@ def test_of_several_setups_the_one_with_most_runs_is_shown(store: Store) -> None
 
 
 def test_the_page_of_a_table_that_is_not_full(store: Store, tmp_path: Path) -> None:
-    names = page.write(store, tmp_path / "out", [], "Text of tests.")
+    names = page.write(store, tmp_path / "out", {}, "Text of tests.")
     assert names == ["study.md", "study.csv", "study-main.png", "study-main-curves.png"]
     text = (tmp_path / "out" / "study.md").read_text()
     assert "Text of tests." in text
     assert "18 of 52 runs are there. Missing: `fp8_current` seed 1, 2;" in text
     assert "0 of 12 runs are there." in text
-    assert "| `nvfp4` | 2.2453 | 2.2453 | +1.50 ± 0.13 | +1.196 ± 0.068 | 3 | 1.50 | 12.0% | 1.00% |" in text
+    assert "| `nvfp4` | 2.2431 | 2.2431 | +1.50 ± 0.13 | +1.196 ± 0.068 | 3 | 1.50 | 12.0% | 1.00% |" in text
     assert "| missing: `quartet2` |" in text
     assert (
         "| `4/6 late` | four over six, no BF16 blocks, forward in BF16 from 72% on | 0.43 | reached | 9.3% | kept |"
@@ -218,8 +218,8 @@ def test_the_page_of_a_table_that_is_not_full(store: Store, tmp_path: Path) -> N
 
 
 def test_a_page_of_nothing_says_so(tmp_path: Path) -> None:
-    assert page.write(Store(tmp_path / "none"), tmp_path, []) == ["study.md", "study.csv"]
+    assert page.write(Store(tmp_path / "none"), tmp_path, {}) == ["study.md", "study.csv"]
     text = (tmp_path / "study.md").read_text()
     assert "The learning rate has not been tuned here yet." in text
     assert "0 of 52 runs are there." in text
-    assert page.section(None, LONG, rows(), []).startswith("## 25 tokens a parameter")
+    assert page.section(None, LONG, rows(), {}).startswith("## 25 tokens a parameter")

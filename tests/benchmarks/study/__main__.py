@@ -21,13 +21,22 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from models.shapes import block_letters
-from nvfp4_train.compose import compose
 from nvfp4_train.config import ConfigError
 from nvfp4_train.exits import ExitCode, guarded
 from nvfp4_train.run_records import load_config
 from nvfp4_train.storage import write_atomic
 from tests.benchmarks.study import page, sensitivity, text
-from tests.benchmarks.study.cells import BASELINE, LENGTHS, MAIN, Length, Plan, cell_name, cells, choose_blocks
+from tests.benchmarks.study.cells import (
+    BASELINE,
+    LENGTHS,
+    MAIN,
+    MOST_ABOVE,
+    Length,
+    Plan,
+    cell_name,
+    cells,
+    choose_blocks,
+)
 from tests.benchmarks.study.runner import Queue, missing, run_cells, slots
 from tests.benchmarks.study.store import Store
 from tests.benchmarks.training_runs import ROOT
@@ -47,18 +56,12 @@ def kept(arguments: argparse.Namespace) -> Path:
     return folder
 
 
-def sensitive_blocks(folder: Path) -> list[int]:
-    """The blocks that the measurement in `folder` says to keep in BF16; none without one."""
-    differences = sensitivity.read(folder)
-    return choose_blocks(differences, compose(["experiment=nano"]), page.MOST_ABOVE) if differences else []
-
-
 def report(arguments: argparse.Namespace) -> int:
     """Write the page."""
     folder = kept(arguments)
     line = folder / CORPUS_LINE
     corpus = line.read_text().strip() if line.is_file() else ""
-    written = page.write(Store(folder), arguments.results, sensitive_blocks(folder), corpus)
+    written = page.write(Store(folder), arguments.results, sensitivity.read(folder), corpus)
     say(f"written to {arguments.results}: {', '.join(written)}")
     return ExitCode.DONE
 
@@ -72,12 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
     write_atomic(folder / text.FILE, text.to_csv(corpus))
     write_atomic(folder / CORPUS_LINE, text.describe(corpus) + "\n")
     say(f"{text.describe(corpus)} Ready after {time.monotonic() - started:.0f} s.")
-    store, blocks = Store(folder), sensitive_blocks(folder)
+    store, measured = Store(folder), sensitivity.read(folder)
     shared = [*arguments.overrides, *text.shared_overrides(corpus)]
     records, wanted = store.records(), []
     for length in _lengths(arguments.tables):
         plan = Plan.make(length, shared, corpus.hash, arguments.steps)
-        chosen = [cell for cell in cells(length, blocks) if fnmatch(cell.name, arguments.only)]
+        chosen = [cell for cell in cells(length, measured) if fnmatch(cell.name, arguments.only)]
         wanted += missing(plan, chosen, records)
     devices = _devices() if arguments.gpus is None else arguments.gpus
     places = slots(devices, arguments.jobs, len(os.sched_getaffinity(0)))
@@ -99,8 +102,8 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
     write_atomic(folder / sensitivity.FILE, sensitivity.to_csv(differences, letters, arguments.recipe))
     for block, difference in differences.items():
         say(f"block {block:2d} {letters[block]}  {1e3 * difference:+8.3f} millinats")
-    chosen = choose_blocks(differences, load_config(source), page.MOST_ABOVE)
-    say(f"to keep in BF16 within {page.MOST_ABOVE:g}% of the linears' FLOPs: blocks {chosen or 'none'}")
+    chosen = choose_blocks(differences, load_config(source), MOST_ABOVE)
+    say(f"to keep in BF16 within {MOST_ABOVE:g}% of the linears' FLOPs: blocks {chosen or 'none'}")
     return ExitCode.DONE
 
 
@@ -117,10 +120,10 @@ def _baseline_run() -> Path:
 
 def list_cells(arguments: argparse.Namespace) -> int:
     """Print what is trained."""
-    blocks = sensitive_blocks(kept(arguments))
+    measured = sensitivity.read(kept(arguments))
     for length in _lengths(arguments.tables):
         plan = Plan.make(length, arguments.overrides, "")
-        for cell in cells(length, blocks):
+        for cell in cells(length, measured):
             typed = [override if " " not in override else f"'{override}'" for override in plan.overrides(cell, Path())]
             say(f"{cell.name}: {' '.join(one for one in typed if not one.startswith('run_dir='))}")
     return ExitCode.DONE

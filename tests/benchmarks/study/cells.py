@@ -25,6 +25,7 @@ BASELINE, FP8, NVFP4, MXFP4 = CORE = ("bf16", "fp8_block", "nvfp4", "mxfp4")
 CORE_SEEDS, OTHER_SEEDS = 3, 2
 FOUR_BIT = ("nvfp4", "mxfp4")
 LATE, LATER = 0.72, 0.82  # where a late switch begins: before the learning rate decays, and as published
+MOST_ABOVE = 10.0  # percent of the linears' FLOPs that the recipe of our own may run above 4 bits
 LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 
 
@@ -122,33 +123,44 @@ def cell_name(table: str, row: str, seed: int) -> str:
     return f"{table}-{re.sub('[^A-Za-z0-9.]+', '-', row)}-seed{seed}"
 
 
-def rows(sensitive: Sequence[int] = ()) -> tuple[Row, ...]:
+def rows(sensitivity: Mapping[int, float] | None = None) -> tuple[Row, ...]:
     """Every row, the four of the core first.
 
     Args:
-        sensitive: blocks that a measurement chose to stay in BF16; with none there is no row for them.
+        sensitivity: block -> loss with that block alone quantized, over the loss without; with it there are candidates
+            that keep the blocks in BF16 that lose most.
     """
     plain = tuple(Row(name, (f"precision={name}",)) for name in (*CORE, *RECIPES))
-    return (*plain, *VARIANTS, *CANDIDATES, *by_sensitivity(sensitive))
+    return (*plain, *VARIANTS, *CANDIDATES, *by_sensitivity(sensitivity or {}))
 
 
-def by_sensitivity(blocks: Sequence[int]) -> tuple[Row, ...]:
-    """The candidates that keep these blocks in BF16: over the whole run, and with a late switch beside it."""
-    if not blocks:
+def by_sensitivity(sensitivity: Mapping[int, float]) -> tuple[Row, ...]:
+    """The candidates with BF16 blocks by measurement, within what may run above 4 bits: with as many blocks as that
+    leaves room for, and with a late switch of the forward pass beside fewer. Without blocks that fit there is no row.
+    """
+    if not sensitivity:
         return ()
-    rules = ", ".join(f"{{match: 'decoder.layers.{block}.*', format: bf16}}" for block in blocks)
-    shared = ("nvfp4_four_over_six", NO_BLOCKS, f"rules=[{rules}]")
-    named = f"blocks {', '.join(map(str, blocks))}"
-    return (_candidate("4/6 sensitive blocks", f"four over six, {named} in BF16 by measured sensitivity", *shared),)
+    config = compose(["experiment=nano"])
+    late = 100 * (1 - LATER) / 3
+    found = []
+    for name, limit, phases in (("", MOST_ABOVE, ()), (" late", MOST_ABOVE - late, (_phase(LATER, "forward"),))):
+        blocks = choose_blocks(sensitivity, config, limit)
+        if blocks:
+            rules = ", ".join(f"{{match: 'decoder.layers.{block}.*', format: bf16}}" for block in blocks)
+            what = f"four over six, blocks {', '.join(map(str, blocks))} in BF16 by measured sensitivity"
+            what += f", forward in BF16 from {LATER:.0%} on" if phases else ""
+            texts = (NO_BLOCKS, f"rules=[{rules}]", *phases)
+            found.append(_candidate(f"4/6 sensitive{name}", what, "nvfp4_four_over_six", *texts))
+    return tuple(found)
 
 
-def cells(length: Length, sensitive: Sequence[int] = ()) -> list[Cell]:
+def cells(length: Length, sensitivity: Mapping[int, float] | None = None) -> list[Cell]:
     """The runs of a table in the order in which they are taken: the core with all its seeds, then the others, seed by
     seed. The long table has the core alone, the one for tuning BF16 at several learning rates.
     """
     if length is TUNE:
         return [Cell(TUNE, Row(f"lr {lr:g}", ("precision=bf16", f"optimizer.lr={lr:g}")), 1) for lr in LEARNING_RATES]
-    every = [Cell(length, row, seed) for row in rows(sensitive) for seed in row.seeds]
+    every = [Cell(length, row, seed) for row in rows(sensitivity) for seed in row.seeds]
     core = [cell for cell in every if cell.row.name in CORE]
     others = [cell for cell in every if cell.row.name not in CORE and length is MAIN]
     by_seed = sorted(core, key=lambda cell: cell.seed)
@@ -242,19 +254,19 @@ def _above(linear: LinearPrecision, passes: Passes) -> int:
     )
 
 
-def choose_blocks(differences: Mapping[int, float], config: RunConfig, limit: float) -> list[int]:
+def choose_blocks(sensitivity: Mapping[int, float], config: RunConfig, limit: float) -> list[int]:
     """The blocks to keep in BF16: those that lose most a FLOP when they are quantized, as many as stay below `limit`.
 
     Args:
-        differences: block -> loss with that block alone quantized, over the loss without, in nats.
+        sensitivity: block -> loss with that block alone quantized, over the loss without, in nats.
         config: of the model.
         limit: percent of the linears' FLOPs, the output layer aside.
     """
     sizes = dict(_block_sizes(config))
     chosen: list[int] = []
     room = limit / 100 * sum(sizes.values())
-    for block in sorted(differences, key=lambda block: -differences[block] / sizes[block]):
-        if differences[block] > 0 and sizes[block] <= room:
+    for block in sorted(sensitivity, key=lambda block: -sensitivity[block] / sizes[block]):
+        if sensitivity[block] > 0 and sizes[block] <= room:
             chosen.append(block)
             room -= sizes[block]
     return sorted(chosen)

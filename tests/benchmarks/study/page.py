@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +17,25 @@ from nvfp4_train.comparison.gap import WINDOW, Gap
 from nvfp4_train.comparison.pictures import png
 from tests.benchmarks.recipes_table import Row as PictureRow
 from tests.benchmarks.recipes_table import gap_picture
-from tests.benchmarks.study.cells import BASELINE, FP8, LONG, MAIN, MXFP4, NVFP4, TUNE, Cell, Length, Row, cells, rows
+from tests.benchmarks.study.cells import (
+    BASELINE,
+    FP8,
+    LONG,
+    MAIN,
+    MOST_ABOVE,
+    MXFP4,
+    NVFP4,
+    TUNE,
+    Cell,
+    Length,
+    Row,
+    cells,
+    rows,
+)
 from tests.benchmarks.study.claims import Finding, findings
 from tests.benchmarks.study.numbers import Table, read_table
 from tests.benchmarks.study.store import OPERANDS, Record, Store
 
-MOST_ABOVE = 10.0  # percent of the linears' FLOPs that the recipe of our own may run above 4 bits
 HEAD = (
     "| row | loss | validation | gap to `bf16`, % | gap to `fp8_block`, % | seeds | step time | above 4 bits | zero "
     "weight gradients |\n|---|---|---|---|---|---|---|---|---|"
@@ -34,7 +47,7 @@ class Line:
     """A row of a table: `gap` and `fp8_gap` None where there is nothing to compare with.
 
     Attributes:
-        train_loss, val_loss: nats, mean over seeds.
+        train_loss, val_loss: nats, of the first seed.
         seed_gaps: to the baseline, percent.
         step_ratio: median step over that of the baseline with the same seed and as many runs at once, mean over seeds.
         above_four: percent of the linears' FLOPs above 4 bits, the output layer aside.
@@ -64,23 +77,23 @@ def lines(table: Table) -> list[Line]:
 
 def _line(table: Table, row: str) -> Line:
     records = table.records[row]
-    every = list(records.values())
+    every, first = list(records.values()), records[min(records)]
     return Line(
         row=row,
         seeds=tuple(sorted(records)),
-        train_loss=_mean(one.train_loss for one in every),
-        val_loss=_mean(one.val_loss for one in every),
+        train_loss=first.train_loss,
+        val_loss=first.val_loss,
         gap=None if row == BASELINE else table.gap(row),
         fp8_gap=None if row in (BASELINE, FP8) else table.gap(row, FP8),
         seed_gaps=() if row == BASELINE else tuple(table.gaps(row)),
         step_ratio=_mean(_ratios(table, every)),
-        above_four=every[0].above_four,
+        above_four=first.above_four,
         zeros=_mean(one.zeros for one in every),
         flushed={
             name: _mean(one.flushed_shares()[name] for one in every if name in one.flushed_shares())
             for name in OPERANDS
         },
-        flushed_worst=every[0].flushed_worst,
+        flushed_worst=first.flushed_worst,
     )
 
 
@@ -192,10 +205,10 @@ def facts(table: Table) -> str:
     )
 
 
-def section(table: Table | None, length: Length, every: Sequence[Row], sensitive: Sequence[int]) -> str:
+def section(table: Table | None, length: Length, every: Sequence[Row], sensitivity: Mapping[int, float]) -> str:
     """All that there is to say about one table."""
     title = f"## {length.tokens_per_parameter:g} tokens a parameter"
-    parts = [title, missing_text(table, cells(length, sensitive))]
+    parts = [title, missing_text(table, cells(length, sensitivity))]
     if table is None:
         return "\n\n".join(parts)
     parts.insert(1, facts(table))
@@ -311,7 +324,7 @@ def intro(corpus: str) -> str:
         "hand.\n\n"
         "A hybrid of 10M parameters (`experiment=nano`) on the text of installed Python packages, trained in every "
         f"recipe and in variants of `nvfp4`, in the same order of batches for the same seed. {corpus}\n\n"
-        "Losses in nats a token, the mean over seeds: training smoothed at the last step, validation after it. Gap: "
+        "Losses in nats a token, of seed 1: training smoothed at the last step, validation after it. Gap: "
         f"training loss over the last {WINDOW:.0%} of tokens against that row with the same seed and batches. Bands "
         "(95%): the mean over a row's seeds, with the spread from seed to seed pooled over all rows. Step time: median "
         "over that of `bf16` while as many runs shared the GPU, where NVFP4 is emulated. Above 4 bits: share of the "
@@ -322,12 +335,12 @@ def intro(corpus: str) -> str:
     )
 
 
-def write(store: Store, out: Path, sensitive: Sequence[int], corpus: str = "") -> list[str]:
+def write(store: Store, out: Path, sensitivity: Mapping[int, float], corpus: str = "") -> list[str]:
     """Write the page, the CSV and the pictures into `out`; returns what was written."""
-    every = rows(sensitive)
+    every = rows(sensitivity)
     tables = {length: read_table(store, length.name) for length in (MAIN, LONG)}
     parts = [intro(corpus), tune_text(read_table(store, TUNE.name))]
-    parts += [section(table, length, every, sensitive) for length, table in tables.items()]
+    parts += [section(table, length, every, sensitivity) for length, table in tables.items()]
     whole = [table for table in tables.values() if table is not None and BASELINE in table.rows]
     files = {"study.md": ("\n\n".join(parts) + "\n").encode(), "study.csv": to_csv(whole).encode()}
     for table in whole:
