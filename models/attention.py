@@ -1,7 +1,9 @@
-"""Causal attention in plain torch: BF16 in and out, FP32 inside on a CPU, grouped queries, context parallelism."""
+"""Causal attention: BF16 in and out, FP32 inside on a CPU, grouped queries, context parallelism."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +13,92 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.distributed import ProcessGroup
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from models.config import ModelConfig, ModelError
+from models.kernels import TOLERANCE, largest_error
+from models.norm import ACTIVATION_DTYPE
+
+# Queries [b, heads, s, size], keys and values [b, groups, s, size], scale of the scores -> [b, heads, s, size].
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
+
+
+def torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """By the kernel that PyTorch takes."""
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
+def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """By cuDNN's kernel alone."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch_attention(query, key, value, scale)
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """What attends where rows need no mask, and the line that says so."""
+
+    function: AttentionFunction
+    description: str
+
+
+def choose_attention(config: ModelConfig, device: torch.device) -> AttentionKernel:
+    """cuDNN's kernel on a CUDA device where it takes the model's heads, unless `config.kernels` says torch."""
+    if config.kernels == "torch" or device.type != "cuda":
+        return AttentionKernel(torch_attention, "attention: PyTorch")
+    query, key, value = (t.permute(1, 2, 0, 3) for t in _random_heads(config, device))
+    if can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, True, query.shape[1] != key.shape[1])):
+        return AttentionKernel(cudnn_attention, f"attention: cuDNN {torch.backends.cudnn.version()}, masked: PyTorch")
+    return AttentionKernel(torch_attention, "attention: PyTorch (cuDNN's kernel does not take these heads here)")
+
+
+def compare_attention(config: ModelConfig, chosen: AttentionKernel, device: torch.device) -> float:
+    """Run a kernel and plain FP32 attention, forward and backward, on a small random input of the model's sizes.
+
+    Returns:
+        The largest relative error (2-norm) over the result and every gradient.
+
+    Raises:
+        ModelError: the error is beyond what BF16 explains, or not a number.
+    """
+    heads = _random_heads(config, device)
+    found = _with_gradients(chosen.function, heads)
+    expected = _with_gradients(_scores_in_memory, [t.detach().float().requires_grad_() for t in heads])
+    worst, error = largest_error(found, expected)
+    if not error <= TOLERANCE:
+        raise ModelError(
+            f"{chosen.description}: {worst} differs from plain attention by {error:.3g} (limit {TOLERANCE}), so "
+            "training with this kernel would go wrong. Write model.kernels=torch"
+        )
+    return error
+
+
+def _scores_in_memory(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """The definition, in the inputs' type."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch_attention(query, key, value, scale)
+
+
+def _random_heads(config: ModelConfig, device: torch.device) -> list[Tensor]:
+    """Query, key and value, [s, b, n, d] BF16, the same at every call; s is a multiple of no tile."""
+    generator = torch.Generator().manual_seed(0)
+    counts = (config.num_attention_heads, config.num_query_groups, config.num_query_groups)
+    shapes = [(2 * 128 + 3, 2, count, config.head_dim) for count in counts]
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [t.to(device, ACTIVATION_DTYPE).requires_grad_() for t in drawn]
+
+
+def _with_gradients(function: AttentionFunction, heads: list[Tensor]) -> dict[str, Tensor]:
+    """Result and gradients in FP32, the result weighted by numbers that repeat at every call."""
+    query, key, value = (t.permute(1, 2, 0, 3) for t in heads)
+    out = function(query, key, value, None)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    found = (out.detach(), *torch.autograd.grad(out, heads, weights))
+    names = ("the output", *(f"the gradient of the {name}" for name in ("query", "key", "value")))
+    return {name: each.float() for name, each in zip(names, found, strict=True)}
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -60,6 +147,7 @@ class CausalAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
+        kernel: AttentionKernel,
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -67,7 +155,7 @@ class CausalAttention(MegatronModule):
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal, f"{attn_mask_type} is not causal"
         assert pg_collection is not None, "attention needs its process groups"
-        self.scale, self.cp_group = softmax_scale, pg_collection.cp
+        self.scale, self.cp_group, self.kernel = softmax_scale, pg_collection.cp, kernel
 
     def forward(
         self,
@@ -97,7 +185,7 @@ class CausalAttention(MegatronModule):
             mask = _visible(places[self.cp_group.rank()], torch.cat(places), documents)
         if ranks > 1:
             key, value = _GatherSequence.apply(key, self.cp_group), _GatherSequence.apply(value, self.cp_group)
-        out = _attend(query, key, value, mask, self.scale)
+        out = _attend(query, key, value, mask, self.scale, self.kernel.function)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -110,18 +198,18 @@ def _visible(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
     return (same & causal).unsqueeze(1)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, unmasked: AttentionFunction
+) -> Tensor:
     """[s, b, n, d] -> [b, n, s, d]. FP32 inside on a CPU, where BF16 products are slow and round more than once."""
     dtype = query.dtype
     query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
     if query.device.type == "cpu":
         query, key, value = query.float(), key.float(), value.float()
-    grouped = query.shape[1] != key.shape[1]
-    if grouped and mask is not None:
-        # Only CUDA's flash kernel takes grouped heads, and it takes no mask; the plain one would hold [b, n, s, s].
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-        grouped = False
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-    )
-    return out.to(dtype)
+    if mask is None:
+        return unmasked(query, key, value, scale).to(dtype)
+    # The kernels that take grouped heads take no mask; the plain one would hold [b, n, s, s].
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale).to(dtype)

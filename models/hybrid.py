@@ -29,15 +29,15 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from models.attention import CausalAttention
+from models.attention import AttentionKernel, CausalAttention, choose_attention, compare_attention, torch_attention
 from models.config import ModelConfig
 from models.initialization import initialize
 from models.kernels import choose_kernels, compare_kernels
 from models.mamba import Mamba2Mixer, MambaKernels, torch_core
 from models.megatron_cpu import megatron_device
-from models.norm import ACTIVATION_DTYPE, NormFunction, RMSNorm
+from models.norm import ACTIVATION_DTYPE, BlockNorm, NormFunction, RMSNorm
 from models.pointwise import Pointwise, choose_pointwise, compare_pointwise
-from models.shapes import BLOCK_LINEARS, MAMBA, num_blocks, padded_vocab_size, stage_patterns, validate
+from models.shapes import ATTENTION, BLOCK_LINEARS, MAMBA, num_blocks, padded_vocab_size, stage_patterns, validate
 
 _BLOCK_NAME = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 LINEAR_PATHS = tuple(path for pair in BLOCK_LINEARS.values() for path, _ in pair)
@@ -64,9 +64,10 @@ class MambaBlock(MambaLayer):
 
     def forward(self, hidden_states: Tensor, *_unused: Any, packed_seq_params: Any = None, **_not_used: Any) -> Tensor:
         """[s, b, hidden], BF16, in and out; attention masks and inference contexts mean nothing here."""
-        mixed = self.mixer(self.norm(hidden_states), packed_seq_params=packed_seq_params)
+        normalized, residual = self.norm(hidden_states)
+        mixed = self.mixer(normalized, packed_seq_params=packed_seq_params)
         with self.bias_dropout_add_exec_handler():
-            added: Tensor = self.mamba_bda(self.training, self.config.bias_dropout_fusion)(mixed, hidden_states, 0.0)
+            added: Tensor = self.mamba_bda(self.training, self.config.bias_dropout_fusion)(mixed, residual, 0.0)
         return added
 
 
@@ -211,10 +212,13 @@ def build_model(
     pointwise = choose_pointwise(config, device)
     if pointwise.fused:
         compare_pointwise(config, pointwise, device)
+    attention = choose_attention(config, device)
+    if attention.function is not torch_attention and ATTENTION in config.pattern:
+        compare_attention(config, attention, device)
     with megatron_device(), torch.device(device):
         model = LanguageModel(
             _megatron_config(config, device, pointwise, virtual_pipeline=virtual_pipeline, **layout),  # type: ignore[arg-type]
-            _specification(config, linears, kernels, pointwise.norm),
+            _specification(config, linears, kernels, pointwise, attention),
             linears,
             config,
             pointwise,
@@ -285,7 +289,11 @@ def _megatron_config(
 
 
 def _specification(
-    config: ModelConfig, linears: LinearClasses, kernels: MambaKernels, norm: NormFunction
+    config: ModelConfig,
+    linears: LinearClasses,
+    kernels: MambaKernels,
+    pointwise: Pointwise,
+    attention_kernel: AttentionKernel,
 ) -> ModuleSpec:
     """What each letter of the pattern is built from."""
     mixer = ModuleSpec(
@@ -294,7 +302,7 @@ def _specification(
             "conv_width": config.mamba_conv_width,
             "chunk_size": config.mamba_chunk_size,
             "kernels": kernels,
-            "norm": norm,
+            "norm": pointwise.norm,
         },
         submodules=MambaMixerSubmodules(in_proj=linears.column, out_proj=linears.row),
     )
@@ -302,16 +310,18 @@ def _specification(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=linears.column, core_attention=CausalAttention, linear_proj=linears.row
+            linear_qkv=linears.column,
+            core_attention=ModuleSpec(module=CausalAttention, params={"kernel": attention_kernel}),
+            linear_proj=linears.row,
         ),
     )
     feed_forward = partial(
         MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=linears.column, linear_fc2=linears.row)
     )
-    block_norm = partial(RMSNorm, function=norm)
+    block_norm = partial(BlockNorm, function=pointwise.block_norm)
     return ModuleSpec(
         module=LanguageStack,
-        params={"norm": norm},
+        params={"norm": pointwise.norm},
         submodules=HybridStackSubmodules(
             mamba_layer=ModuleSpec(
                 module=MambaBlock,
@@ -367,4 +377,5 @@ def no_weight_decay(name: str, parameter: Tensor) -> bool:
 def describe_kernels(model: HybridModel) -> list[str]:
     """What runs this rank's Mamba blocks, and what runs between the linears, as lines to print at start."""
     mixers = {module.kernels.description for module in model.modules() if isinstance(module, Mamba2Mixer)}
-    return [*sorted(mixers), model.pointwise.description]
+    attention = {module.kernel.description for module in model.modules() if isinstance(module, CausalAttention)}
+    return [*sorted(mixers), *sorted(attention), model.pointwise.description]

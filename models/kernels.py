@@ -63,7 +63,8 @@ def choose_kernels(config: ModelConfig, device: torch.device) -> MambaKernels:
 
 
 def _fused_core(kernel: Any, projected: Tensor, weights: MambaWeights, documents: Tensor | None) -> Tensor:
-    """Convolution, scan and gate in one kernel call: [s, b, z + x + B + C + dt] -> [s, b, d_inner], BF16.
+    """Convolution, scan and gate in one kernel call: [s, b, z + x + B + C + dt] -> [s, b, d_inner], BF16, in memory
+    [b, s, d_inner]: the norm that follows reads it where it lies.
 
     The kernels take BF16 activations beside FP32 parameters and keep sums and states in FP32.
     """
@@ -81,7 +82,7 @@ def _fused_core(kernel: Any, projected: Tensor, weights: MambaWeights, documents
         norm_before_gate=False,
         seq_idx=documents,
     )
-    return y.transpose(0, 1).contiguous()
+    return y.transpose(0, 1)
 
 
 def _scan_core(kernel: Any, projected: Tensor, weights: MambaWeights, documents: Tensor | None) -> Tensor:
@@ -104,7 +105,7 @@ def _scan_core(kernel: Any, projected: Tensor, weights: MambaWeights, documents:
         dt_softplus=True,
         seq_idx=documents,
     )
-    return y.flatten(2).transpose(0, 1).contiguous()
+    return y.flatten(2).transpose(0, 1)
 
 
 def compare_kernels(config: ModelConfig, kernels: MambaKernels, device: torch.device) -> float:

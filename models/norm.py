@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 ACTIVATION_DTYPE = torch.bfloat16
 NormFunction = Callable[[Tensor, Tensor, float, int], Tensor]
+BlockNormFunction = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 def parameter_device(config: TransformerConfig) -> torch.device | None:
@@ -37,6 +38,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, group_size: int) -> Tensor:
     return (F.rms_norm(groups, (group_size,), None, eps).flatten(-2) * weight).to(ACTIVATION_DTYPE)
 
 
+def block_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """What a block starts with: `rms_norm` of x [..., n] over the last dimension, and x for the residual stream.
+
+    A kernel that is told both adds their gradients while it has them at hand.
+    """
+    return rms_norm(x, weight, eps, x.shape[-1]), x
+
+
 class RMSNorm(nn.Module):
     """The norm of the residual stream, over the last dimension. In: BF16; out: BF16.
 
@@ -55,6 +64,20 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize [..., hidden_size]."""
         return self.function(x, self.weight, self.eps, x.shape[-1])
+
+
+class BlockNorm(RMSNorm):
+    """The norm at the start of a block, in the form in which Megatron's layers take the residual stream beside it."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, function: BlockNormFunction
+    ) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.both = function
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """[..., hidden_size] -> normalized, and as it is."""
+        return self.both(x, self.weight, self.eps)
 
 
 class GroupRMSNorm(nn.Module):

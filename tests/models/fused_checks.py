@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from models import fused
+from models import fused, fused_norm
 
 VOCABULARY, ROWS = 5000, 6  # more than one block of columns, and no multiple of it
 
@@ -71,6 +71,33 @@ def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(mine.double(), gradient[..., here], rtol=rounding, atol=1e-7)
 
 
+def check_norms(device: str) -> None:
+    """Result and gradients against FP64: whole rows and groups, rows in another order in memory, widths and numbers of
+    rows that fill no tile, and the gradient that comes past a block.
+    """
+    generator = torch.Generator().manual_seed(2)
+    for shape, group, turned in (((37, 3, 96), 96, False), ((5, 3, 96), 32, True), ((3, 7, 4608), 4608, True)):
+        x, dy, skip = (torch.randn(*shape, generator=generator).to(device) for _ in range(3))
+        x = x.transpose(0, 1).contiguous().transpose(0, 1) if turned else x
+        weight = torch.randn(shape[-1], generator=generator).to(device)
+        for whole in {False, group == shape[-1]}:
+            leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+            wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+            normalized = F.rms_norm(wide[0].unflatten(-1, (-1, group)), (group,), None, 1e-5).flatten(-2) * wide[1]
+            expected = torch.autograd.grad((normalized, wide[0]), wide, (dy.double(), skip.double() * whole))
+            if whole:
+                y, past = fused_norm.block_norm(*leaves, 1e-5)
+                assert torch.equal(past, x)
+                found = torch.autograd.grad((y, past), leaves, (dy, skip))
+            else:
+                y = fused_norm.rms_norm(*leaves, 1e-5, group)
+                found = torch.autograd.grad(y, leaves, dy)
+            assert y.is_contiguous()
+            assert found[0].stride() == x.stride()
+            for mine, theirs in zip((y, *found), (normalized, *expected), strict=True):
+                torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
 def check_visible(device: str) -> None:
     """A logit that is not finite makes its row's loss NaN or inf, and no other's."""
     group = dist.group.WORLD
@@ -89,6 +116,7 @@ def on_rank(rank: int, ranks: int, store: str) -> None:
     check_cross_entropy("cpu", torch.float32)
     if ranks == 1:
         check_squared_relu("cpu", torch.float32)
+        check_norms("cpu")
         check_visible("cpu")
     dist.destroy_process_group()
 

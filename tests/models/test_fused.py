@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from models.config import ModelError
 from tests.models.conftest import TINY
@@ -41,3 +43,22 @@ def test_functions_are_compared_with_torch(megatron: None) -> None:
     not_a_number = replace(plain, cross_entropy=lambda x, labels, group: x.float().sum(-1) * float("nan"))
     with pytest.raises(ModelError, match=r"the loss or its gradient differs .* by nan"):
         compare_pointwise(TINY, not_a_number, device)
+
+
+def test_an_attention_kernel_is_compared_with_the_definition() -> None:
+    from models.attention import AttentionKernel, choose_attention, compare_attention, torch_attention
+
+    device = torch.device("cpu")
+    assert choose_attention(TINY, device).function is torch_attention
+    assert 0 < compare_attention(TINY, AttentionKernel(torch_attention, "attention: good"), device) < 1e-2
+
+    def sees_the_future(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+
+    def no_gradient_of_keys(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        return torch_attention(query, key.detach() + 0 * key, value, scale)
+
+    with pytest.raises(ModelError, match=r"attention: bad: the .* differs .*limit 0.02.*kernels=torch"):
+        compare_attention(TINY, AttentionKernel(sees_the_future, "attention: bad"), device)
+    with pytest.raises(ModelError, match=r"attention: bad: the gradient of the key differs .* by 1 "):
+        compare_attention(TINY, AttentionKernel(no_gradient_of_keys, "attention: bad"), device)

@@ -76,6 +76,30 @@ def test_fused_kernels_equal_torch(megatron: None) -> None:
         fused_checks.check_squared_relu("cuda", dtype)
         fused_checks.check_cross_entropy("cuda", dtype)
     fused_checks.check_visible("cuda")
+    fused_checks.check_norms("cuda")
     for name in ("quickstart", "nano", "1b"):
         config = load_model_config(name)
         assert compare_pointwise(config, choose_pointwise(config, device), device) < 1e-2
+
+
+def test_the_gradient_of_a_norm_repeats_bit_for_bit() -> None:
+    from models.fused_norm import block_norm
+
+    x, dy = (torch.randn(4096, 2, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(2048, device="cuda", requires_grad=True)
+    runs = []
+    for _ in range(3):
+        leaf = x.clone().requires_grad_()
+        runs.append(torch.autograd.grad(block_norm(leaf, weight, 1e-5), (leaf, weight), (dy, dy)))
+    for run in runs[1:]:
+        assert all(torch.equal(mine, first) for mine, first in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("name", ["quickstart", "nano", "1b", "nemotron_nano_12b_v2"])
+def test_attention_is_cudnns_and_agrees_with_the_definition(name: str) -> None:
+    from models.attention import choose_attention, compare_attention
+
+    config, device = load_model_config(name), torch.device("cuda")
+    kernel = choose_attention(config, device)
+    assert kernel.description.startswith("attention: cuDNN")
+    assert compare_attention(config, kernel, device) < 1e-2

@@ -91,9 +91,9 @@ def test_gate_comes_before_the_group_norm(build: Build) -> None:
 def test_slow_path_is_announced(build: Build) -> None:
     from models.hybrid import describe_kernels
 
-    between = "norms, squared ReLU and loss: PyTorch"
-    assert describe_kernels(build()) == ["Mamba scan: PyTorch (slow path; no kernels for a cpu)", between]
-    assert describe_kernels(build(kernels="torch")) == ["Mamba scan: PyTorch (kernels=torch)", between]
+    between, attention = "norms, squared ReLU and loss: PyTorch", "attention: PyTorch"
+    assert describe_kernels(build()) == ["Mamba scan: PyTorch (slow path; no kernels for a cpu)", attention, between]
+    assert describe_kernels(build(kernels="torch")) == ["Mamba scan: PyTorch (kernels=torch)", attention, between]
     assert describe_kernels(build(pattern="-")) == [between]
 
 

@@ -163,7 +163,7 @@ def test_a_bad_forward_pass_names_the_first_bad_output(
     def break_a_norm(self: Any, *args: Any) -> None:
         real(self, *args)
         norm = self.chunks[0].decoder.layers[2].input_layernorm
-        norm.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+        norm.register_forward_hook(lambda module, inputs, output: (output[0] * float("nan"), output[1]))
 
     monkeypatch.setattr(trainer.Trainer, "__init__", break_a_norm)
     config = make("bf16", "optimizer.max_skipped=1")
