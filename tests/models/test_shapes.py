@@ -38,7 +38,7 @@ def test_sizes_are_read_without_torch() -> None:
     ("name", "blocks", "parameters"),
     [
         ("quickstart", 10, 1_355_904),
-        ("nano", 12, 9_861_568),
+        ("nano", 12, 9_861_728),
         ("1b", 32, 1_067_745_920),
         ("nemotron_nano_12b_v2", 62, 12_310_001_152),
         ("nemotron_h_8b", 52, 8_100_852_736),
