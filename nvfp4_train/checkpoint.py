@@ -1,4 +1,4 @@
-"""Saving and loading the whole state of a run with Megatron's sharded checkpoints: written whole or not at all.
+"""The whole state of a run as Megatron's sharded tensors, and loading it; `checkpoint_writer` saves it.
 
 Loading runs no code: `checkpoint_files.damage` checks sums and index first, and what is not a tensor is read by torch's
 weights-only loader.
@@ -8,39 +8,27 @@ from __future__ import annotations
 
 import os
 import pickle
-import queue
 import re
-import shutil
-import time
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from data.quiet import quiet
 from models.megatron_cpu import megatron_device
 from nvfp4_train import checkpoint_files as files
 from nvfp4_train.checkpoint_files import CheckpointError, Header
-from nvfp4_train.distributed import World, gather, no_new_teams, on_main
-from nvfp4_train.optimizer import load_moments
+from nvfp4_train.distributed import World, gather, no_new_teams
+from nvfp4_train.moments import set_steps_taken, sharded_moments, steps_taken
 from nvfp4_train.random_state import random_states, set_random_states
-
-# Megatron passes the writer's results through a queue that it makes with a spawned process: 3 s at the first save, a
-# child that signals reach. A synchronous save stays in one process, where an ordinary queue does.
-filesystem_async._results_queue = queue.Queue()
-
-
-# A distributed optimizer's moments are written as if each replica had all of them, so any layout can load them.
-_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 @dataclass(frozen=True)
@@ -52,54 +40,6 @@ class TrainingState:
     chunks: Sequence[Any]
     optimizer: Any
     runtime: Any
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A finished save: its folder, bytes on disk and seconds."""
-
-    path: Path
-    bytes: int
-    seconds: float
-
-
-def save(root: Path, state: TrainingState, header: Header, keep: int, world: World) -> Saved:
-    """Write one checkpoint under `root`, move `latest` to it, then drop the oldest beyond `keep`.
-
-    Raises:
-        CheckpointError: not enough room (path, needed and free bytes). What was written is removed; older ones stay.
-    """
-    start = time.perf_counter()
-    final = files.step_folder(root, header.step)
-    temporary = final.with_name(final.name + files.TEMPORARY)
-    content = _content(state, world, loading=False)
-    needed = sum(gather(_bytes_of(content), world))
-
-    def prepare() -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        files.remove_temporary(root)
-        files.check_room(root, needed)
-        temporary.mkdir()
-
-    def finish() -> None:
-        files.publish(temporary, final, header)
-        files.drop_old(root, keep)
-
-    on_main(world, prepare)
-    try:
-        with megatron_device(), quiet(), no_new_teams():
-            dist_checkpointing.save(content, str(temporary))
-        on_main(world, finish)
-    except (Exception, CheckpointException) as error:  # torch's is no Exception
-        free = shutil.disk_usage(
-            root
-        ).free  # before the partial one goes: Megatron does not hand on the system's reason
-        if world.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-        if files.out_of_space(error) or free < needed // 100:
-            raise files.no_room(root, needed, free) from None
-        raise
-    return Saved(final, sum(file.stat().st_size for file in final.iterdir()), time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
@@ -120,13 +60,14 @@ def load(path: Path, state: TrainingState, world: World) -> Loaded:
         CheckpointError: a weight or a moment is missing, is one too many, or has another shape.
     """
     header = files.read_header(path)
-    wanted = _content(state, world, loading=True)
+    wanted = _tensors(state)
     same_world = header.world == world.size
     if same_world:
         wanted["random_states"] = ShardedObject("random_states", None, (world.size,), (world.rank,))
-    loaded = _load(path, wanted, strict="raise_all" if same_world else "raise_unexpected")
+    strict = "raise_all" if same_world else "raise_unexpected"
+    loaded = _on_all_ranks(partial(_load, path, wanted, strict), world)
     _load_chunks(state.chunks, loaded["model"])
-    load_moments(state.optimizer, loaded["optimizer"])
+    set_steps_taken(state.optimizer, loaded["optimizer"]["state"]["common_step"])
     new_histories = state.runtime.load_state_dict(loaded["precision"])
     if same_world:
         set_random_states(loaded["random_states"])
@@ -140,6 +81,24 @@ def load_weights(path: Path, chunks: Sequence[Any], runtime: Any) -> Loaded:
     loaded = _load(path, wanted, strict="raise_unexpected")
     _load_chunks(chunks, loaded["model"])
     return Loaded(files.read_header(path), runtime.load_state_dict(loaded["precision"]))
+
+
+def _on_all_ranks(action: Callable[[], dict[str, Any]], world: World) -> dict[str, Any]:
+    """What `action` returns. Where it fails on one rank, that one raises its own error, and the others say whose."""
+    failure: Exception | None = None
+    try:
+        found = action()
+    except Exception as error:
+        failure = error
+    host, mistake = socket.gethostname(), isinstance(failure, CheckpointError)
+    said = gather(failure and (f"{type(failure).__name__}: {failure}", host, mistake), world)
+    if failure is not None:
+        raise failure
+    for rank, failed in enumerate(said):
+        if failed is not None:
+            text, host, mistake = failed
+            raise (CheckpointError if mistake else RuntimeError)(f"rank {rank} on {host} loaded no checkpoint: {text}")
+    return found
 
 
 def _sharded(chunks: Sequence[Any]) -> dict[str, Any]:
@@ -196,25 +155,19 @@ def _weights_only() -> Iterator[None]:
             os.environ[variable] = former
 
 
-def _content(state: TrainingState, world: World, loading: bool) -> dict[str, Any]:
-    """The sharded state that Megatron saves, or fills when loading."""
+def content(state: TrainingState, world: World) -> dict[str, Any]:
+    """All that Megatron is to save of this rank's `state`: the tensors in the state's own memory, the rest copied."""
+    histories: dict[str, Any] = {}  # equal on all tensor-parallel ranks; pipeline stages each have their own linears
+    for part in gather(state.runtime.state_dict(), world):
+        histories.update(part)
+    found = _tensors(state)
+    found["optimizer"]["state"]["common_step"] = steps_taken(state.optimizer)
+    states = ShardedObject("random_states", random_states(), (world.size,), (world.rank,))
+    return found | {"precision": histories, "random_states": states}
+
+
+def _tensors(state: TrainingState) -> dict[str, Any]:
+    """The sharded weights and moments."""
     with megatron_device():
         model = _sharded(state.chunks)
-        optimizer = state.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_RESHARDABLE)
-        content = {"model": model, "optimizer": optimizer}
-    if not loading:
-        histories: dict[
-            str, Any
-        ] = {}  # equal on all tensor-parallel ranks; pipeline stages each have their own linears
-        for part in gather(state.runtime.state_dict(), world):
-            histories.update(part)
-        states = ShardedObject("random_states", random_states(), (world.size,), (world.rank,))
-        content |= {"precision": histories, "random_states": states}
-    return content
-
-
-def _bytes_of(content: dict[str, Any]) -> int:
-    """Bytes of the tensors that this rank writes, and a little for the rest."""
-    tensors = [item for item in nested_values(content) if isinstance(item, ShardedTensor | ShardedTensorFactory)]
-    mine = [tensor.data for tensor in tensors if is_main_replica(tensor.replica_id)]
-    return sum(data.numel() * data.element_size() for data in mine) + 2**20
+        return {"model": model, "optimizer": {"state": sharded_moments(state.optimizer, model)}}

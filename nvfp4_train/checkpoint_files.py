@@ -5,8 +5,10 @@ checkpoints/
     step-00000100/
         checkpoint.json     what it is of: `Header`
         integrity.json      SHA-256 sums of all the other files
-        .metadata           torch's index of tensors
-        *.distcp            tensors
+        metadata.json       Megatron's name of the format
+        .metadata           torch's index of tensors: in which file, and where in it
+        __3_0.distcp        tensors that rank 3 wrote
+    step-00000200.3fa9.tmp/ one that is being written, or removed
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +31,8 @@ from nvfp4_train.storage import FULL, write_atomic
 FORMAT = 1
 HEADER, LATEST, SUMS, INDEX = "checkpoint.json", "latest", "integrity.json", ".metadata"
 PREFIX, TEMPORARY = "step-", ".tmp"
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+_READERS = 8  # files that are summed at a time
 
 
 class CheckpointError(ValueError):
@@ -64,6 +71,12 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"{PREFIX}{step:08d}"
 
 
+def temporary_folder(root: Path, step: int, token: str) -> Path:
+    """Where the checkpoint of `step` is written before it is whole; `token` tells attempts apart."""
+    final = step_folder(root, step)
+    return final.with_name(f"{final.name}.{token}{TEMPORARY}")
+
+
 def saved_steps(root: Path) -> list[int]:
     """Steps that have a folder under `root`, oldest first."""
     names = [path.name.removeprefix(PREFIX) for path in root.glob(f"{PREFIX}*") if path.is_dir()]
@@ -72,13 +85,17 @@ def saved_steps(root: Path) -> list[int]:
 
 def candidates(root: Path) -> list[Path]:
     """Checkpoints newest first, none newer than `latest`: what it does not name was never finished."""
-    steps = saved_steps(root)
-    pointer = root / LATEST
-    if pointer.exists():
-        name = pointer.read_text().strip().removeprefix(PREFIX)
-        if name.isdigit():
-            steps = [step for step in steps if step <= int(name)]
-    return [step_folder(root, step) for step in reversed(steps)]
+    newest = latest(root)
+    return [step_folder(root, step) for step in reversed(saved_steps(root)) if newest is None or step <= newest]
+
+
+def latest(root: Path) -> int | None:
+    """The step that `latest` names, None where it is missing or unreadable."""
+    try:
+        name = (root / LATEST).read_text().strip().removeprefix(PREFIX)
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(name) if name.isdigit() else None
 
 
 def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
@@ -112,17 +129,31 @@ def damage(path: Path) -> str | None:
         unlisted = sorted({entry.name for entry in path.iterdir()} - {*sums, SUMS})
         if unlisted:  # a loader could prefer it to what was saved
             return f"unlisted file {unlisted[0]}: {SUMS} does not know it"
-        for name, expected in sums.items():
-            with open(path / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                    return f"{name} is damaged: its SHA-256 sum is not the one in {SUMS}"
+        problem = _wrong_file(path, sums)
+        if problem is not None:
+            return problem
         with open(path / INDEX, "rb") as file:
             _IndexUnpickler(file).load()
-        read_header(path)
+        if step_folder(path.parent, step := read_header(path).step) != path:
+            return f"{HEADER} is of step {step}: the folder was renamed"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
         return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _wrong_file(path: Path, sums: dict[str, str]) -> str | None:
+    """The first file under `path` whose SHA-256 sum is not that in `sums`, and what is known of it."""
+    with ThreadPoolExecutor(_READERS) as pool:  # summing leaves the interpreter to the other threads
+        found = list(pool.map(_sum, [path / name for name in sums]))
+    for (name, expected), sum_found in zip(sums.items(), found, strict=True):
+        if sum_found != expected:
+            writer = _SHARD.fullmatch(name)
+            by = "" if writer is None else f"; rank {writer[1]} wrote it"
+            others = [other for other, its in sums.items() if its == sum_found]
+            holds = f"; it holds what belongs into {others[0]}" if others else ""
+            return f"{name} is damaged: its SHA-256 sum is not the one in {SUMS}{by}{holds}"
     return None
 
 
@@ -185,19 +216,31 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{INDEX} refers to {module}.{name}, which no checkpoint needs; it was not loaded")
 
 
-def publish(temporary: Path, final: Path, header: Header) -> None:
-    """Make the tensors written in `temporary` the checkpoint `final`, and `latest` its name.
+def publish(temporary: Path, final: Path, header: Header, sums: Mapping[str, str]) -> None:
+    """Make what was written in `temporary` the checkpoint `final`, and `latest` its name.
 
     Header, sums, flush, rename, `latest`: in this order, a crash at any point leaves the one before it in charge.
+
+    Args:
+        sums: of files that are flushed already, by those who wrote them; all others are summed and flushed here.
+
+    Raises:
+        CheckpointError: a file that another rank wrote is not seen here.
     """
+    unseen = [name for name in sums if not (temporary / name).exists()]
+    if unseen:
+        raise CheckpointError(
+            f"{temporary / unseen[0]}: was written, and the main rank does not see it. All nodes must share the file "
+            "system of run_dir, mounted under the same path"
+        )
     (temporary / HEADER).write_text(json.dumps(asdict(header), indent=1) + "\n")
-    sums = {file.name: _sum(file) for file in sorted(temporary.iterdir())}
-    (temporary / SUMS).write_text(json.dumps({"algorithm": "sha256", "files": sums}, indent=1) + "\n")
-    for file in temporary.iterdir():
+    own = [file for file in sorted(temporary.iterdir()) if file.name not in sums]
+    listed = dict(sorted({**sums, **{file.name: _sum(file) for file in own}}.items()))
+    (temporary / SUMS).write_text(json.dumps({"algorithm": "sha256", "files": listed}, indent=1) + "\n")
+    for file in (*own, temporary / SUMS, temporary):
         flush(file)
-    flush(temporary)
     if final.exists():  # a damaged one that the resumed run has come to again
-        shutil.rmtree(final)
+        _remove(final)
     os.rename(temporary, final)
     flush(final.parent)
     write_atomic(final.with_name(LATEST), final.name + "\n")
@@ -209,17 +252,27 @@ def _sum(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def _remove(checkpoint: Path) -> None:
+    """Under another name first: one whose removal is interrupted is no checkpoint any more."""
+    gone = checkpoint.with_name(f"{checkpoint.name}.old{TEMPORARY}")
+    os.rename(checkpoint, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 def remove_temporary(root: Path) -> None:
-    """Remove what a crash left unfinished under `root`."""
+    """Remove what a crash left under `root`, half written or half removed."""
     for left in root.glob(f"{PREFIX}*{TEMPORARY}"):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def drop_old(root: Path, keep: int) -> None:
-    """Remove the oldest checkpoints beyond the newest `keep`; 0 keeps all."""
-    if keep > 0:
-        for step in saved_steps(root)[:-keep]:
-            shutil.rmtree(step_folder(root, step))
+def drop_old(root: Path, keep: int, keep_every: int = 0, spared: Collection[Path] = ()) -> None:
+    """Remove finished checkpoints but the newest `keep` (0: all), those of a multiple of `keep_every` (0: none) and
+    the spared ones. What is newer than `latest` was passed over as damaged: it counts for nothing, and its step comes.
+    """
+    for checkpoint in candidates(root)[keep:] if keep > 0 else ():
+        step = int(checkpoint.name.removeprefix(PREFIX))
+        if checkpoint not in spared and not (keep_every and step % keep_every == 0):
+            _remove(checkpoint)
 
 
 def check_room(root: Path, needed: int) -> None:

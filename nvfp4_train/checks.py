@@ -37,6 +37,7 @@ AT_LEAST: dict[str, int] = {
     "parallel.expert": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 0,
+    "checkpoint.keep_every": 0,
     "evaluation.every": 0,
     "evaluation.sequences": 0,
     "logging.health_every": 0,

@@ -85,15 +85,17 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the state is saved, besides after the last step.
+    """When the state is saved, besides after the last step, and which checkpoints stay.
 
     Attributes:
         every: steps between checkpoints, 0 for none.
         keep: newest checkpoints kept, 0 keeps all.
+        keep_every: checkpoints of multiples of this step are kept beside them, 0 for none.
     """
 
     every: int
     keep: int = 2
+    keep_every: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
@@ -16,7 +16,6 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from models.hybrid import no_weight_decay
 from models.megatron_cpu import megatron_device
 from nvfp4_train.config import OptimizerConfig, ParallelConfig
-from nvfp4_train.sharded_adam import mend
 
 
 def wrap_data_parallel(chunks: Sequence[torch.nn.Module], parallel: ParallelConfig) -> list[DistributedDataParallel]:
@@ -75,7 +74,6 @@ def build_optimizer(
     )
     with megatron_device():
         optimizer = get_megatron_optimizer(settings, list(chunks), {spared: ParamGroupOverride(wd_mult=0.0)})
-    mend(optimizer)
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
         del (
@@ -88,19 +86,6 @@ def build_optimizer(
 
 def _takes_no_decay(parameter: torch.nn.Parameter, name: str) -> bool:
     return no_weight_decay(name.removeprefix("module."), parameter)
-
-
-def load_moments(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Take over moments and step counts of a saved `state`; rates, decays and betas stay as they are configured now."""
-    settings = [
-        {key: value for key, value in group.items() if key not in ("params", "step")}
-        for group in optimizer.param_groups
-    ]
-    with megatron_device():
-        optimizer.load_state_dict(state)
-    for group, kept in zip(optimizer.param_groups, settings, strict=True):
-        group.update(kept)
-    _ensure_moments(optimizer)
 
 
 def _ensure_moments(optimizer: MegatronOptimizer) -> None:
@@ -126,6 +111,25 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optim
     """torch's optimizers inside Megatron's."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         yield part.optimizer
+
+
+def sharded_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    """The distributed optimizers inside Megatron's; none where each replica updates all of its parameters."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if isinstance(part, DistributedOptimizer)]
+
+
+def updated_here(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, tuple[int, int]] | None:
+    """First element and the one after the last of each flat parameter that this rank updates, None for all of all."""
+    parts = sharded_parts(optimizer)
+    if not parts:
+        return None
+    ranges = {
+        parameter: part._get_model_param_range_map(parameter)["param"]
+        for part in parts
+        for parameter in part.model_param_gbuf_map
+    }
+    return {parameter: (found.start, found.end) for parameter, found in ranges.items()}
 
 
 def update(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], factor: float) -> None:

@@ -16,17 +16,11 @@ from data.loading import train_batches
 from models.megatron_cpu import megatron_device
 from nvfp4_train import checkpoint, gradients
 from nvfp4_train.checkpoint_files import Header, read_header
+from nvfp4_train.checkpoint_writer import CheckpointWriter
 from nvfp4_train.comparison.live import LiveGap
 from nvfp4_train.config import RunConfig
 from nvfp4_train.console import Console
-from nvfp4_train.distributed import (
-    World,
-    any_rank,
-    check_same,
-    gather,
-    on_main,
-    process_groups,
-)
+from nvfp4_train.distributed import World, any_rank, check_same, gather, on_main, process_groups
 from nvfp4_train.environment import environment, versions
 from nvfp4_train.evaluation import validation_metrics
 from nvfp4_train.exits import ExitCode
@@ -38,6 +32,7 @@ from nvfp4_train.optimizer import (
     gather_parameters,
     set_learning_rate,
     update,
+    updated_here,
     wrap_data_parallel,
 )
 from nvfp4_train.passes import Batch, batch_hash, run_micro_batches
@@ -47,7 +42,6 @@ from nvfp4_train.run_folder import LOCK, RunFolder, prepare_run_folder, recipe_o
 from nvfp4_train.schedule import build_schedule
 from nvfp4_train.schema import to_mapping
 from nvfp4_train.setup import build_quantized_model, compute_capability, device_name, open_datasets, write_data_record
-from nvfp4_train.sharded_adam import updated_here
 from nvfp4_train.shared_folder import check_shared
 from nvfp4_train.signals import StopSignals
 from nvfp4_train.storage import refusals_said
@@ -90,7 +84,7 @@ class Trainer:
         skipped: how many of the last steps in a row were skipped.
         report: the precision report.
         recipe_changed: whether the checkpoint that this run goes on from was trained in another recipe.
-        saved_step: the step of the last checkpoint, or where the run began.
+        saved_step: the step of the last checkpoint that was requested, or where the run began.
     """
 
     def __init__(self, folder: RunFolder, world: World, console: Console) -> None:
@@ -120,6 +114,7 @@ class Trainer:
         for line in self.throughput.describe(self.passes.at(self.step + 1)):
             say(line)
         self.metrics = MetricsFile(folder.metrics)
+        self.checkpoints = CheckpointWriter(folder.checkpoints, config.checkpoint, world, say, folder.checkpoint)
         if folder.checkpoint is not None:
             self._load(folder.checkpoint)
 
@@ -173,7 +168,9 @@ class Trainer:
             signals.finish_steps = True
             with self.console.running(self.step), profiler(config.debug.profile, self.folder.path) as profile_step:
                 code = self._loop(signals, profile_step)
+                self.checkpoints.finish()
         finally:
+            self.checkpoints.abandon()  # of a save that an error left under way
             self.metrics.close()
             self.tracker.finish(code)
         return code
@@ -195,6 +192,7 @@ class Trainer:
             if config.stop_after is not None and self.step >= config.stop_after:
                 self.console.say(f"stopped after step {self.step}, as asked; nothing was saved for it")
                 return ExitCode.DONE
+            self.checkpoints.poll()
             metrics = self._train_step(batches)
             profile_step()
             if _due(config.evaluation.every, self.step, config.steps):
@@ -352,7 +350,7 @@ class Trainer:
         return found
 
     def _save(self) -> bool:
-        """A checkpoint of this step; False where the weights are not finite, which are never saved."""
+        """Request a checkpoint of this step; False where the weights are not finite, which are never saved."""
         gather_parameters(self.parallel_chunks)
         bad = gather(gradients.first_bad_weight(self.chunks), self.world)
         if any(bad):
@@ -371,15 +369,14 @@ class Trainer:
             data=self.datasets.identity,
         )
         self.metrics.flush()
-        keep = self.config.checkpoint.keep
-        saved = checkpoint.save(self.folder.checkpoints, self._state(), header, keep, self.world)
+        self.checkpoints.request(self._state(), header)
         self.saved_step = self.step
-        self.console.say(f"checkpoint {saved.path.name}: {saved.bytes / 1e6:.1f} MB in {saved.seconds:.2f} s")
         return True
 
     def _leave_interrupted(self) -> ExitCode:
         if self.step != self.saved_step and not self._save():
             return ExitCode.NON_FINITE
+        self.checkpoints.finish()
         self.console.say(f"interrupted after step {self.step}, which is saved; the same command goes on from there")
         return ExitCode.INTERRUPTED
 

@@ -32,7 +32,7 @@ def checkpoint(run: Path, step: int) -> Path:
     temporary.mkdir(parents=True)
     (temporary / INDEX).write_bytes(pickle.dumps({}))
     (temporary / "__0_0.distcp").write_bytes(b"weights")
-    publish(temporary, final, Header(step, step * 16, step * 4096, 0, "nvfp4", {}, 1))
+    publish(temporary, final, Header(step, step * 16, step * 4096, 0, "nvfp4", {}, 1), {})
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(1, step + 1)))
     return final
 

@@ -87,6 +87,7 @@ PLAIN: dict[str, Any] = {
     "parallel.overlap_param_gather": True,
     "checkpoint.every": 13,
     "checkpoint.keep": 5,
+    "checkpoint.keep_every": 26,
     "evaluation.every": 17,
     "evaluation.sequences": 21,
     "evaluation.bf16": True,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nvfp4_train.checkpoint_files import LATEST
 from nvfp4_train.exits import ExitCode
 from nvfp4_train.run_records import load_config
 from tests.launch.conftest import STEPS, Overrides, children, free_port, launcher, lines_of, start, wait_until
@@ -50,7 +51,7 @@ def test_a_killed_process_is_started_again_and_goes_on(
         start(launcher(*where, "--node-rank", str(rank), "--", *overrides(run)), output)
         for rank, output in enumerate(outputs)
     ]
-    wait_until(lambda: lines_of(run / "metrics.jsonl") >= 12, nodes[0], outputs[0])
+    wait_until(lambda: (run / "checkpoints" / LATEST).exists(), nodes[0], outputs[0])
     os.kill(children(nodes[1].pid)[0], signal.SIGKILL)
     for process, output in zip(nodes, outputs, strict=True):
         assert process.wait(timeout=600) == ExitCode.DONE, output.read_text()

@@ -100,6 +100,7 @@ def shares(chunks: Any, value: Callable[[Any], torch.Tensor]) -> dict[str, Any]:
 
 def run(overrides: list[str], world_size: int) -> dict[str, Any]:
     """What this rank holds after a run."""
+    trainer.Trainer = Watched  # type: ignore[misc]
     config = compose(overrides)
     check_run(config, world_size)
     with Recorder() as recorder:
@@ -117,13 +118,12 @@ def run(overrides: list[str], world_size: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Join the other processes and do every job."""
+def main(run: Callable[[list[str], int], dict[str, Any]]) -> None:
+    """Join the other processes and do every job: `run` with its overrides and the number of processes."""
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     jobs: dict[str, list[str]] = json.loads((folder / "jobs.json").read_text())
     size = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    trainer.Trainer = Watched  # type: ignore[misc]
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
     for name, overrides in jobs.items():
         torch.save(run(overrides, size), folder / f"{name}.{rank}.pt")
@@ -133,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

@@ -19,10 +19,11 @@ from torch.nn import functional
 
 from models.hybrid import build_model
 from models.initialization import A_MAX, A_MIN, DT_FLOOR, DT_MAX, DT_MIN
-from nvfp4_train import checkpoint, checkpoint_files, trainer
+from nvfp4_train import checkpoint, checkpoint_files, checkpoint_writer, trainer
 from nvfp4_train.checkpoint import TrainingState
-from nvfp4_train.checkpoint_files import CheckpointError, Header, damage, newest_whole, saved_steps
-from nvfp4_train.config import OptimizerConfig, ParallelConfig, RunConfig
+from nvfp4_train.checkpoint_files import CheckpointError, Header, damage, newest_whole, saved_steps, step_folder
+from nvfp4_train.checkpoint_writer import CheckpointWriter
+from nvfp4_train.config import CheckpointConfig, OptimizerConfig, ParallelConfig, RunConfig
 from nvfp4_train.distributed import World, no_new_teams, process_groups
 from nvfp4_train.exits import ExitCode
 from nvfp4_train.metrics import read_metrics
@@ -53,6 +54,14 @@ def state_of(config: RunConfig, seed: int = 1) -> TrainingState:
     return TrainingState([model], optimizer, PrecisionRuntime(1))
 
 
+def save(root: Path, state: TrainingState, header: Header, world: World, *, keep: int = 0, every: int = 0) -> Path:
+    """Request a checkpoint and wait until it is durable."""
+    writer = CheckpointWriter(root, CheckpointConfig(1, keep, every), world, print)
+    writer.request(state, header)
+    writer.finish()
+    return step_folder(root, header.step)
+
+
 def moments_of(state: TrainingState) -> list[torch.Tensor]:
     return [
         moments[name]
@@ -73,7 +82,7 @@ def test_loaded_equals_saved_bitwise_in_fp32_and_nothing_is_initialised_after(
 ) -> None:
     saved, loaded = state_of(make(), 1), state_of(make(), 2)
     assert not all(map(torch.equal, saved.chunks[0].parameters(), loaded.chunks[0].parameters()))
-    path = checkpoint.save(tmp_path, saved, HEADER, 0, world).path
+    path = save(tmp_path, saved, HEADER, world)
     assert checkpoint.load(path, loaded, world).header == HEADER
     before = dict(saved.chunks[0].named_parameters())
     for name, parameter in loaded.chunks[0].named_parameters():
@@ -99,29 +108,32 @@ def test_random_states_are_those_before_the_save(make: Make, world: World, tmp_p
     random.seed(5)
     np.random.seed(6)
     torch.manual_seed(7)
-    path = checkpoint.save(tmp_path, state, HEADER, 0, world).path
+    path = save(tmp_path, state, HEADER, world)
     drawn = (random.random(), np.random.rand(), torch.rand(3).tolist())
     checkpoint.load(path, state, world)
     assert (random.random(), np.random.rand(), torch.rand(3).tolist()) == drawn
 
 
-def test_a_missing_moment_is_an_error(make: Make, world: World, tmp_path: Path) -> None:
+def test_a_missing_moment_is_an_error(
+    make: Make, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = state_of(make())
-    real = state.optimizer.sharded_state_dict
+    real = checkpoint.sharded_moments
 
-    def without_one(*args: Any, **kwargs: Any) -> Any:
-        found = real(*args, **kwargs)
-        del found["state"][3]["exp_avg_sq"]
+    def without_one(*args: Any) -> Any:
+        found = real(*args)
+        del found["exp_avg_sq"]["decoder.layers.1.mlp.linear_fc1.weight"]
         return found
 
-    crippled = replace(state, optimizer=SimpleNamespace(sharded_state_dict=without_one))
-    path = checkpoint.save(tmp_path, crippled, HEADER, 0, world).path
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "sharded_moments", without_one)
+        path = save(tmp_path, state, HEADER, world)
     with pytest.raises(CheckpointError, match=r"does not fit.*optimizer\.state\.exp_avg_sq\."):
         checkpoint.load(path, state, world)
 
 
 def test_rates_and_decays_are_those_of_now(make: Make, world: World, tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, state_of(make()), HEADER, 0, world).path
+    path = save(tmp_path, state_of(make()), HEADER, world)
     state = state_of(make())
     now = OptimizerConfig(lr=0.5, beta1=0.8, weight_decay=0.3)
     optimizer = build_optimizer(now, ParallelConfig(), wrap_data_parallel(state.chunks, ParallelConfig()))
@@ -131,7 +143,7 @@ def test_rates_and_decays_are_those_of_now(make: Make, world: World, tmp_path: P
 
 
 def test_another_model_is_an_error(make: Make, world: World, tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, state_of(make()), HEADER, 0, world).path
+    path = save(tmp_path, state_of(make()), HEADER, world)
     with pytest.raises(CheckpointError, match="does not fit"):
         checkpoint.load(path, state_of(make("bf16", "model.ffn_hidden_size=384")), world)
 
@@ -141,7 +153,7 @@ def test_latest_moves_last_and_old_ones_go(
 ) -> None:
     state = state_of(make())
     for step in (1, 2, 3):
-        checkpoint.save(tmp_path, state, replace(HEADER, step=step), 2, world)
+        save(tmp_path, state, replace(HEADER, step=step), world, keep=2)
     assert saved_steps(tmp_path) == [2, 3]
     assert (tmp_path / "latest").read_text() == "step-00000003\n"
 
@@ -151,10 +163,10 @@ def test_latest_moves_last_and_old_ones_go(
     with monkeypatch.context() as patch:  # between the folder's rename and `latest`
         patch.setattr(checkpoint_files.os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.save(tmp_path, state, replace(HEADER, step=4), 2, world)
+            save(tmp_path, state, replace(HEADER, step=4), world, keep=2)
     assert saved_steps(tmp_path) == [2, 3, 4]
     assert newest_whole(tmp_path) == (tmp_path / "step-00000003", [])
-    checkpoint.save(tmp_path, state, replace(HEADER, step=4), 2, world)
+    save(tmp_path, state, replace(HEADER, step=4), world, keep=2)
     assert newest_whole(tmp_path)[0] == tmp_path / "step-00000004"
 
 
@@ -162,7 +174,7 @@ def test_what_a_crash_left_unfinished_is_no_checkpoint_and_goes(make: Make, worl
     (tmp_path / "step-00000007.tmp").mkdir()
     (tmp_path / "step-00000007.tmp" / "__0_0.distcp").write_bytes(b"half")
     assert newest_whole(tmp_path) == (None, [])
-    checkpoint.save(tmp_path, state_of(make()), HEADER, 2, world)
+    save(tmp_path, state_of(make()), HEADER, world, keep=2)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
@@ -178,7 +190,7 @@ def test_what_a_crash_left_unfinished_is_no_checkpoint_and_goes(make: Make, worl
     ],
 )
 def test_damage_is_found_and_names_the_file(name: str, harm: str, make: Make, world: World, tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, state_of(make()), HEADER, 0, world).path
+    path = save(tmp_path, state_of(make()), HEADER, world)
     assert damage(path) is None
     file = path / name
     content = bytearray(file.read_bytes())
@@ -192,7 +204,7 @@ def test_damage_is_found_and_names_the_file(name: str, harm: str, make: Make, wo
 
 @pytest.mark.parametrize("name", ["common.pt", "metadata.json", "__9_9.distcp"])
 def test_a_file_that_was_not_saved_is_damage(name: str, make: Make, world: World, tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, state_of(make()), HEADER, 0, world).path
+    path = save(tmp_path, state_of(make()), HEADER, world)
     listed = (path / name).exists()
     (path / name).write_bytes(b"{}")
     assert str(damage(path)).startswith(f"{name} is damaged" if listed else f"unlisted file {name}")
@@ -209,7 +221,7 @@ class Evil:
 
 
 def test_an_index_that_would_run_code_is_refused(make: Make, world: World, tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path / "c", state_of(make()), HEADER, 0, world).path
+    path = save(tmp_path / "c", state_of(make()), HEADER, world)
     (path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     save_sums(path)
     assert "posix.mkdir" in str(damage(path))
@@ -219,7 +231,7 @@ def test_an_index_that_would_run_code_is_refused(make: Make, world: World, tmp_p
 def test_plain_state_that_would_run_code_is_refused(make: Make, world: World, tmp_path: Path) -> None:
     state = state_of(make())
     evil = replace(state, runtime=SimpleNamespace(state_dict=lambda: {"x": Evil(tmp_path / "ran")}))
-    path = checkpoint.save(tmp_path / "c", evil, HEADER, 0, world).path
+    path = save(tmp_path / "c", evil, HEADER, world)
     with pytest.raises(CheckpointError, match=r"is not loaded: it refers to posix\.mkdir") as error:
         checkpoint.load(path, state, world)
     assert "weights_only" not in str(error.value)
@@ -238,12 +250,12 @@ def test_a_full_disk_names_bytes_and_leaves_the_checkpoint_before(
     make: Make, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = state_of(make())
-    checkpoint.save(tmp_path, state, HEADER, 2, world)
+    save(tmp_path, state, HEADER, world, keep=2)
     needed = sum(3 * 4 * parameter.numel() for parameter in state.chunks[0].parameters()) + 2**20
     free = SimpleNamespace(total=10**9, used=10**9, free=12345)
     monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda path: free)
     with pytest.raises(CheckpointError, match=rf"in {tmp_path}: {needed:,} bytes are needed and 12,345 are free"):
-        checkpoint.save(tmp_path, state, replace(HEADER, step=2), 2, world)
+        save(tmp_path, state, replace(HEADER, step=2), world, keep=2)
     assert newest_whole(tmp_path) == (tmp_path / "step-00000001", [])
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -252,14 +264,14 @@ def test_a_disk_that_fills_up_while_writing(
     make: Make, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = state_of(make())
-    checkpoint.save(tmp_path, state, HEADER, 2, world)
+    save(tmp_path, state, HEADER, world, keep=2)
 
     def full(*_: Any, **__: Any) -> None:
         raise RuntimeError("writer failed") from OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.dist_checkpointing, "save", full)
+    monkeypatch.setattr(checkpoint_writer.FileSystemWriterAsync, "write_preloaded_data", full)
     with pytest.raises(CheckpointError, match="no room for a checkpoint in"):
-        checkpoint.save(tmp_path, state, replace(HEADER, step=2), 2, world)
+        save(tmp_path, state, replace(HEADER, step=2), world, keep=2)
     assert newest_whole(tmp_path) == (tmp_path / "step-00000001", [])
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -278,7 +290,7 @@ def test_a_truncated_shard_falls_back_and_the_run_ends_the_same(make: Make, caps
     assert "step-00000003: __0_0.distcp is damaged" in printed
     assert "continues from step 2 of" in printed
     assert [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl")][:3] == losses
-    assert saved_steps(folder / "checkpoints") == [3, 4]
+    assert saved_steps(folder / "checkpoints") == [2, 3, 4]  # what a process started from, it does not drop
     assert damage(folder / "checkpoints" / "step-00000003") is None
 
 

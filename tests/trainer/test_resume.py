@@ -33,9 +33,13 @@ def lines(config: RunConfig) -> list[Metrics]:
 
 
 def tensors(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
-    """Weights, moments, Adam's step and amax histories in a run's checkpoint."""
-    assert config.run_dir is not None
-    found = dist_checkpointing.load_plain_tensors(f"{config.run_dir}/checkpoints/step-{step:08d}")
+    """What a run's checkpoint holds."""
+    return checkpoint_tensors(Path(str(config.run_dir)) / "checkpoints" / f"step-{step:08d}")
+
+
+def checkpoint_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Weights, moments, Adam's step and amax histories in a checkpoint."""
+    found = dist_checkpointing.load_plain_tensors(str(path))
     histories, common = found.pop("precision"), found.pop("optimizer")
     plain = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
     return plain | histories | {"step": common["state"]["common_step"]}
@@ -109,7 +113,9 @@ def test_a_signal_saves_once_and_the_run_goes_on(
 
         patch.setattr(trainer, "run_micro_batches", signalled)
         assert train(parts) == ExitCode.INTERRUPTED
-    assert capsys.readouterr().out.count(f"checkpoint step-{step:08d}") == 1
+    printed = capsys.readouterr().out
+    for what in ("requested", "durable"):
+        assert printed.count(f"checkpoint step-{step:08d}: {what}") == 1
     assert saved_steps(Path(str(parts.run_dir)) / "checkpoints") == sorted({2, step})
     assert [line["step"] for line in lines(parts)] == list(range(1, step + 1))
     assert train(parts) == ExitCode.DONE

@@ -1,0 +1,343 @@
+"""Checkpoints written while training goes on, whole or not at all.
+
+A save has three parts. `CheckpointWriter.request`, between two steps, plans with all ranks who writes what, and copies
+what this rank writes into the host's memory: from then on training may change it. A thread writes the copy, flushes it
+to the disk and takes its sum; it speaks with no other rank. `poll`, before each step, finds out whether all ranks'
+threads are done: then the main rank writes the index and the sums, renames the folder, and moves `latest`.
+
+It is a thread and no process, as Megatron's asynchronous strategies have it: a fork of a process with CUDA, Gloo and
+OpenMP threads may inherit a lock that nobody opens again, and holds the run folder's lock when its parent is killed.
+Python threads do not hinder each other here: writing and summing leave the interpreter to training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from data.quiet import quiet
+from models.megatron_cpu import megatron_device
+from nvfp4_train import checkpoint_files as files
+from nvfp4_train.checkpoint import TrainingState, content
+from nvfp4_train.checkpoint_files import Header
+from nvfp4_train.config import CheckpointConfig
+from nvfp4_train.distributed import World, any_rank, gather, no_new_teams, on_main
+from nvfp4_train.storage import named
+
+Say = Callable[[str], None]
+Bucket = tuple[str, str, tuple[list[Any], list[Any]]]  # path, name, (items of plain values, items of tensors)
+_LEAVING = 10.0  # seconds that an abandoned write has to notice
+
+
+class _Plan(TorchDistSaveShardedStrategy):
+    """Megatron's strategy as far as the plan: `writer` knows what this rank writes, `index` what all write."""
+
+    writer: FileSystemWriterAsync
+    index: Any
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, strategy: Any) -> AsyncRequest:
+        self.writer, self.index = writer, planned[1]
+        return AsyncRequest(None, (), [])
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank wrote of a checkpoint, or why it could not.
+
+    Attributes:
+        host: of the rank.
+        seconds: from the copy to the flushed and summed files.
+        sums: SHA-256 of each file.
+        bytes: of the files.
+        results: where each tensor lies, for the index.
+        failure: what went wrong, None where all went well; an OSError is complete, of others the text.
+    """
+
+    host: str
+    seconds: float
+    sums: dict[str, str]
+    bytes: int
+    results: list[Any]
+    failure: OSError | str | None
+
+
+class _Write(threading.Thread):
+    """This rank's part of one checkpoint, from the copy in memory to the disk. Leaves no exception behind."""
+
+    def __init__(self, plan: _Plan) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self._writer = plan.writer
+        self._sums: dict[str, str] = {}
+        self._bytes = 0
+        self._results: list[Any] = []
+        self._abandoned = threading.Event()
+        self._begin = self._end = time.perf_counter()
+        self.failure: BaseException | None = None
+
+    def copy_and_start(self) -> None:
+        """Return when training may change what is saved. A failure to copy is this rank's failure to write."""
+        try:
+            self._buckets = [_copied(bucket) for bucket in self._writer.write_buckets or []]
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._begin = time.perf_counter()
+            self.failure = RuntimeError("the writing thread ended without a word")
+            self.start()
+        except Exception as error:
+            self.failure = error
+
+    def run(self) -> None:
+        """Write, flush and sum every file."""
+        former = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)  # takes 20 times as long as writing, and nobody reads it
+        try:
+            while self._buckets:
+                self._write(self._buckets.pop())
+            self.failure = None
+        except BaseException as error:
+            self.failure = error
+        finally:
+            torch.serialization.set_crc32_options(former)
+            self._end = time.perf_counter()
+
+    def _write(self, bucket: Bucket) -> None:
+        path, name, (plain, tensors) = bucket
+        until = path, name, (plain, self._unless_abandoned(tensors))
+        with named(Path(path)):
+            _, results = FileSystemWriterAsync.write_preloaded_data(
+                [self._writer.transforms], 0, until, results_queue=None, count_queue=None, use_fsync=True
+            )
+            if isinstance(results, BaseException):
+                raise results
+            with open(path, "rb") as file:
+                self._sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+                self._bytes += os.fstat(file.fileno()).st_size
+        self._results += results
+
+    def _unless_abandoned(self, tensors: list[Any]) -> Iterator[Any]:
+        for item in tensors:
+            if self._abandoned.is_set():
+                raise InterruptedError("the write was abandoned")
+            yield item
+
+    def abandon(self) -> None:
+        """Ask the thread to leave, and wait a moment: an interpreter that ends under its feet would crash."""
+        self._abandoned.set()
+        if self.is_alive():
+            self.join(_LEAVING)
+
+    def part(self) -> Part:
+        """What came of it, once the thread has ended."""
+        error, failure = self.failure, None
+        if error is not None:
+            failure = _refusal(error) or f"{type(error).__name__}: {error}"
+        return Part(socket.gethostname(), self._end - self._begin, self._sums, self._bytes, self._results, failure)
+
+
+def _copied(bucket: Bucket) -> Bucket:
+    """The same with tensors in memory of its own: pinned where they come from a GPU, so that the copy is fast."""
+    path, name, (plain, tensors) = bucket
+    return path, name, (plain, [(item, _to_host(tensor)) for item, tensor in tensors])
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor.clone()
+
+
+def _refusal(error: BaseException | None) -> OSError | None:
+    """The system's refusal that `error` is or came from."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+@dataclass
+class _Flight:
+    """A save under way.
+
+    Attributes:
+        header, temporary, needed: of the checkpoint; the folder it is written in; the bytes it takes.
+        plan, write: who writes what; this rank's thread.
+        waited: seconds that training waited for it so far.
+    """
+
+    header: Header
+    temporary: Path
+    needed: int
+    plan: _Plan
+    write: _Write
+    waited: float = 0.0
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, one at a time, and drops old ones.
+
+    Args:
+        root: the run's folder of checkpoints.
+        config: which are kept.
+        say: prints a line on the main rank.
+        resumed: the checkpoint that this process started from, which it never drops.
+    """
+
+    def __init__(
+        self, root: Path, config: CheckpointConfig, world: World, say: Say, resumed: Path | None = None
+    ) -> None:
+        self._root, self._config, self._world, self._say, self._resumed = root, config, world, say, resumed
+        self._flight: _Flight | None = None
+
+    def request(self, state: TrainingState, header: Header) -> None:
+        """Begin to save `state` as it is now. Waits for the save before, if that is still under way. On all ranks.
+
+        Raises:
+            CheckpointError: no room. What was begun is removed; older ones stay.
+        """
+        self.finish()
+        start = time.perf_counter()
+        tensors = content(state, self._world)
+        needed = sum(gather(_bytes_of(tensors), self._world))
+        token = gather(secrets.token_hex(2), self._world)[0]  # what a lost rank of a former start writes goes elsewhere
+        temporary = files.temporary_folder(self._root, header.step, token)
+        on_main(self._world, partial(_prepare, self._root, temporary, needed))
+        with self._removed_on_failure(temporary, needed):
+            plan = _planned(tensors, temporary, self._world)
+        write = _Write(plan)
+        write.copy_and_start()
+        self._flight = _Flight(header, temporary, needed, plan, write, time.perf_counter() - start)
+        self._say(
+            f"checkpoint {_name(header)}: requested, {needed / 1e6:.1f} MB; "
+            f"training waited {self._flight.waited:.2f} s and goes on"
+        )
+
+    def poll(self) -> None:
+        """Publish the save under way if all ranks have written their part. On all ranks.
+
+        Raises:
+            CheckpointError: the disk is full. OSError, RuntimeError: what else a rank met, the same error on all ranks.
+        """
+        if self._flight is None:
+            return
+        start = time.perf_counter()
+        if any_rank(self._flight.write.is_alive(), self._world):
+            self._flight.waited += time.perf_counter() - start
+        else:
+            self._publish(self._flight, start)
+
+    def finish(self) -> None:
+        """Wait until nothing is under way any more. On all ranks; raises as `poll` does."""
+        if self._flight is not None:
+            start = time.perf_counter()
+            if self._flight.write.is_alive():
+                self._flight.write.join()
+            self._publish(self._flight, start)
+
+    def abandon(self) -> None:
+        """Let go of the save under way, where an error ends the run. Its folder goes with the next save."""
+        if self._flight is not None:
+            self._flight.write.abandon()
+            self._flight = None
+
+    def _publish(self, flight: _Flight, start: float) -> None:
+        parts = gather(flight.write.part(), self._world)
+        self._flight = None
+        with self._removed_on_failure(flight.temporary, flight.needed):
+            _raise_failure(parts, flight)
+            on_main(self._world, partial(self._finish_files, flight, parts))
+        flight.waited += time.perf_counter() - start
+        size, seconds = sum(part.bytes for part in parts), max(part.seconds for part in parts)
+        self._say(
+            f"checkpoint {_name(flight.header)}: durable, {size / 1e6:.1f} MB written in {seconds:.2f} s; "
+            f"training waited {flight.waited:.2f} s in all"
+        )
+
+    def _finish_files(self, flight: _Flight, parts: list[Part]) -> None:
+        """On the main rank, when all parts are on the disk."""
+        sums = {name: found for part in parts for name, found in part.sums.items()}
+        flight.plan.writer.finish(flight.plan.index, [part.results for part in parts])
+        save_config(CheckpointingConfig(flight.plan.backend, flight.plan.version), str(flight.temporary))
+        files.publish(flight.temporary, files.step_folder(self._root, flight.header.step), flight.header, sums)
+        spared = () if self._resumed is None else (self._resumed,)
+        files.drop_old(self._root, self._config.keep, self._config.keep_every, spared)
+
+    @contextmanager
+    def _removed_on_failure(self, temporary: Path, needed: int) -> Iterator[None]:
+        """Remove what was written where the block fails, and say so where the disk is full."""
+        try:
+            yield
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            free = shutil.disk_usage(self._root).free  # before the partial one goes
+            if self._world.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+            if files.out_of_space(error):
+                raise files.no_room(self._root, needed, free) from error
+            raise
+
+
+def _prepare(root: Path, temporary: Path, needed: int) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    files.remove_temporary(root)
+    files.check_room(root, needed)
+    temporary.mkdir()
+
+
+def _planned(tensors: dict[str, Any], folder: Path, world: World) -> _Plan:
+    """Agree on who writes what: of what several replicas hold, each writes a share."""
+    # Megatron hands results of its writers through a queue that it makes with a spawned process: 3 s, and a child that
+    # signals reach. Nobody uses it here.
+    filesystem_async._results_queue = queue.Queue()
+    plan: Any = _Plan()
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = plan if replicas.size() == 1 else FullyParallelSaveStrategyWrapper(plan, replicas)
+    with megatron_device(), quiet(), no_new_teams():
+        dist_checkpointing.save(tensors, str(folder), strategy, async_sharded_save=True, async_strategy="mcore")
+    return plan
+
+
+def _raise_failure(parts: list[Part], flight: _Flight) -> None:
+    """Raise on every rank what the first rank that failed met; on that rank with all that led to it."""
+    for rank, part in enumerate(parts):
+        if part.failure is None:
+            continue
+        where = f"rank {rank} on {part.host}"
+        if isinstance(part.failure, OSError):
+            refused = part.failure
+            raise OSError(refused.errno, f"{refused.strerror} ({where})", refused.filename) from flight.write.failure
+        raise RuntimeError(
+            f"checkpoint {_name(flight.header)} was not written, {where} failed: {part.failure}. "
+            "The checkpoints before it are whole"
+        ) from flight.write.failure
+
+
+def _name(header: Header) -> str:
+    return files.step_folder(Path(), header.step).name
+
+
+def _bytes_of(tensors: dict[str, Any]) -> int:
+    """Bytes of the tensors that this rank is the first to hold, and a little for the rest."""
+    found = [item for item in nested_values(tensors) if isinstance(item, ShardedTensor | ShardedTensorFactory)]
+    mine = [item.data for item in found if is_main_replica(item.replica_id)]
+    return sum(data.numel() * data.element_size() for data in mine) + 2**20
