@@ -151,6 +151,8 @@ class RunConfig:
         name: what the run is called in its default folder and in wandb.
         steps: optimizer steps of the whole run.
         seed: of weights, data order and random bits.
+        deterministic: on a GPU, only kernels that add in one fixed order: a run that is repeated or resumed has the
+            same bits. Without it the fastest kernels are tried out at start. On a CPU it is always so.
         run_dir: folder of the run; None makes a new one under ./runs.
         resume: auto (continue what run_dir holds), never, or the path of a run folder or checkpoint to branch from.
         stop_after: leave after this step as an interruption would.
@@ -172,6 +174,7 @@ class RunConfig:
     steps: int
     name: str = "run"
     seed: int = 1
+    deterministic: bool = True
     run_dir: str | None = None
     resume: str = "auto"
     stop_after: int | None = None

@@ -1,10 +1,14 @@
-"""A GPU that is there and can't be used, or that is too small: said before the model is built, with what mends it."""
+"""A GPU that is there and can't be used, or that is too small: said before the model is built, with what mends it.
+And whether its kernels add in one fixed order.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -36,6 +40,28 @@ def check_cuda() -> None:
         f"{cause}. A driver older than CUDA {torch.version.cuda} is the usual cause: update it, or install a torch "
         "built for it. To train on the CPU, set CUDA_VISIBLE_DEVICES= (empty). python -m nvfp4_train.doctor says more."
     )
+
+
+def fix_order_of_sums(deterministic: bool, device: torch.device) -> str:
+    """Lets torch, cuBLAS and mamba-ssm use only kernels that give the same bits every time, or any. Called before the
+    first of their kernels is loaded: mamba-ssm takes its choice then.
+
+    Returns:
+        The line that says so; empty on a CPU, where nothing needs to be chosen.
+    """
+    if device.type != "cuda":
+        return ""
+    torch.use_deterministic_algorithms(deterministic)
+    # Filling new tensors with NaN first would cost a pass over each and change no result.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    with suppress(ModuleNotFoundError):  # `models.kernels` says what runs instead, or refuses
+        importlib.import_module("mamba_ssm.utils.determinism").set_deterministic_mode(deterministic)
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch asks for it by this name before it allows cuBLAS
+        return "sums in one fixed order: a repeated or resumed run has the same bits (deterministic=true)"
+    # What Triton found fastest is kept on disk: a restart on the same machine neither waits nor chooses otherwise.
+    importlib.import_module("triton").knobs.autotuning.cache = True
+    return "sums in any order: a repeated or resumed run differs in its last bits (deterministic=false)"
 
 
 def check_memory(config: RunConfig, linears: Sequence[LinearPrecision], backend: str, device: torch.device) -> None:

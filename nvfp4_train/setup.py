@@ -29,7 +29,7 @@ from models.shapes import (
 from nvfp4_train.checkpoint_files import CheckpointError, Header
 from nvfp4_train.chunks import build_chunks
 from nvfp4_train.config import RunConfig
-from nvfp4_train.devices import check_memory
+from nvfp4_train.devices import check_memory, fix_order_of_sums
 from nvfp4_train.distributed import World, gather, largest_over_stage
 from nvfp4_train.gradients import finish_gradients
 from nvfp4_train.layout import choose_backend, phase_steps, tokens_per_step
@@ -124,6 +124,7 @@ def check_same_data(header: Header, datasets: Datasets, *, whole: bool) -> None:
 def build_quantized_model(config: RunConfig, world: World, say: Say) -> QuantizedModel:
     """The model of `config` in its precision, set to sum its loss over tokens; `gradients` divides, once a step."""
     parallel = config.parallel
+    order = fix_order_of_sums(config.deterministic, world.device)
     flops = flops_per_token(config.model, config.data.sequence_length).training
     passes = resolve(config.precision.phases, config.steps, tokens_per_step(config))
     assignments = assign(config.precision, linear_shapes(config.model), parallel.tensor)
@@ -159,8 +160,9 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
     )
     kernels = {line for lines in gather([describe_kernels(chunk) for chunk in chunks], world) for line in chain(*lines)}
     slow = without_kernel(assignments) if world.device.type == "cuda" else []
-    for line in (*describe_layout(config, world), *sorted(kernels), *slow, *summary(full_report)):
-        say(line)
+    for line in (*describe_layout(config, world), order, *sorted(kernels), *slow, *summary(full_report)):
+        if line:
+            say(line)
     combinations = "1 combination" if tested == 1 else f"{tested} combinations"
     say(f"start-up test passed: {combinations} of formats, all three GEMMs, on {device_name(world.device)}")
     return QuantizedModel(chunks, runtime, assignments, passes, full_report, backend)

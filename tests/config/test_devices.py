@@ -1,16 +1,20 @@
-"""A GPU that can't be used, or that is too small: said before the model is built, with what mends it."""
+"""A GPU that can't be used, or that is too small: said before the model is built, with what mends it. Order of sums."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
+from types import ModuleType
 
 import pytest
 import torch
+import triton
 
 from models.shapes import linear_shapes
 from nvfp4_train.compose import compose
 from nvfp4_train.config import ConfigError, RunConfig
-from nvfp4_train.devices import check_cuda, memory_problem
+from nvfp4_train.devices import check_cuda, fix_order_of_sums, memory_problem
 from nvfp4_train.memory import Machine, memory
 from nvfp4_train.precision.assignment import assign
 
@@ -95,3 +99,28 @@ def test_a_machine_without_a_driver_is_a_cpu_machine(monkeypatch: pytest.MonkeyP
     break_the_driver(monkeypatch)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     check_cuda()
+
+
+def test_sums_in_one_order_for_torch_cublas_and_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    mamba = ModuleType("mamba_ssm.utils.determinism")
+    mamba.set_deterministic_mode = told.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, mamba.__name__, mamba)
+    monkeypatch.setattr(triton.knobs.autotuning, "cache", False)
+    monkeypatch.setenv("MAMBA_DETERMINISTIC", "0")  # numbers follow the configuration alone
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    try:
+        assert fix_order_of_sums(True, torch.device("cpu")) == ""
+        assert not told
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert "one fixed order" in fix_order_of_sums(True, torch.device("cuda"))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert told == [True]
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not triton.knobs.autotuning.cache
+        assert "any order" in fix_order_of_sums(False, torch.device("cuda"))
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert told == [True, False]
+        assert triton.knobs.autotuning.cache
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -21,6 +21,7 @@ PLAIN: dict[str, Any] = {
     "name": "other",
     "steps": 77,
     "seed": 5,
+    "deterministic": False,
     "run_dir": None,  # filled in by the test
     "resume": "never",
     "stop_after": 9,
