@@ -15,7 +15,18 @@ from nvfp4_train.comparison.gap import Gap, t_quantile
 from nvfp4_train.comparison.runs import CompareError, Curve, Run
 from tests.benchmarks.study import page
 from tests.benchmarks.study.cells import LONG, rows
-from tests.benchmarks.study.claims import AGREES, DISAGREES, MISSING, OPEN, above, equals, findings, within
+from tests.benchmarks.study.claims import (
+    AGREES,
+    DISAGREES,
+    MISSING,
+    OPEN,
+    above,
+    below,
+    equals,
+    findings,
+    overlaps,
+    within,
+)
 from tests.benchmarks.study.numbers import Table, pooled, read_table
 from tests.benchmarks.study.store import Record, Store, newest_setup
 
@@ -129,7 +140,9 @@ def test_verdicts_follow_from_bands() -> None:
     bands = ((-0.2, 0.2), (-0.3, 0.2), (0.26, 0.4), (-1, -0.3))
     assert [within(0.25, Gap(0, *band)) for band in bands] == [AGREES, OPEN, DISAGREES, DISAGREES]
     assert [equals(1.5, Gap(1, *band)) for band in ((1, 1.6), (1.6, 2), (0, 1))] == [AGREES, DISAGREES, DISAGREES]
-    assert {above(0, Gap(1)), within(1, Gap(0)), equals(1, Gap(1))} == {OPEN}
+    assert [below(1, Gap(1, *band)) for band in ((0.1, 0.9), (0.9, 1.1), (1.1, 2))] == [AGREES, OPEN, DISAGREES]
+    assert [overlaps(1, 2, Gap(1, *band)) for band in ((0, 1), (1.2, 1.5), (2.1, 3))] == [AGREES, AGREES, DISAGREES]
+    assert {above(0, Gap(1)), below(1, Gap(0)), within(1, Gap(0)), equals(1, Gap(1))} == {OPEN}
 
 
 def test_claims_are_judged_and_missing_ones_named(table: Table) -> None:
@@ -143,11 +156,30 @@ def test_claims_are_judged_and_missing_ones_named(table: Table) -> None:
     assert verdicts["12B hybrid, 10T tokens: a little over 1.5% to FP8"] == DISAGREES
     quartet = by_words["Quartet II has a smaller loss"]
     assert (quartet.verdict, quartet.missing) == (MISSING, ("quartet2",))
+    held = next(finding for said, finding in by_words.items() if "is held" in said)
+    assert held.number is not None
+    assert held.number.value == pytest.approx(100 * (1.0075 / 1.003 - 1), abs=1e-3)
+    assert held.verdict == AGREES
     grows = next(finding for said, finding in by_words.items() if said.startswith("the gap to FP8 grows"))
     assert grows.verdict == AGREES
     assert grows.number is not None
     # at the end 1.5 against .3 percent above the same curve, before .75 against .3
     assert grows.number.value == pytest.approx(100 * ((1.015 - 1.0075) / 1.003), abs=1e-3)
+
+
+def test_spread_of_validation_losses_and_zeros(table: Table) -> None:
+    losses = [line.val_loss for line in table.records["nvfp4"].values()]
+    deviation = float(np.std(losses, ddof=1))
+    found = table.seed_deviation("nvfp4")
+    assert found is not None
+    # chi-squared of two degrees of freedom: .0506 and 7.378
+    ends = deviation * math.sqrt(2 / 7.3778), deviation * math.sqrt(2 / 0.050636)
+    assert (found.value, found.low, found.high) == pytest.approx((deviation, *ends), rel=1e-4)
+    two = table.seed_deviation("4/6 late")
+    assert two is not None
+    assert two.low is None
+    assert table.zeros("nvfp4") == Gap(1.0, 1.0, 1.0)
+    assert table.zeros("quartet2") is None
 
 
 def test_a_diverged_row_is_infinitely_worse(store: Store) -> None:
@@ -210,6 +242,7 @@ def test_the_page_of_a_table_that_is_not_full(store: Store, tmp_path: Path) -> N
         in text
     )
     assert "| `nvfp4` | 10.00% | - | - | - | - | 5.00% | 20.0% `decoder.layers.0.x/fprop_input` |" in text
+    assert "Here, in `nvfp4`: disagrees." in text
     found = list(csv.DictReader((tmp_path / "out" / "study.csv").read_text().splitlines()))
     assert [line["row"] for line in found][:2] == ["bf16", "fp8_block"]
     assert found[1]["gap"] == "0.3000"

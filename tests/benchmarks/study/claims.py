@@ -2,7 +2,8 @@
 
     worse       agrees where the whole band of the difference is above 0, disagrees where it is below
     same        agrees where the whole band is within +-.25 points, disagrees where it is outside of that
-    figure      agrees where the published figure is within the band, disagrees where it is not
+    figure      agrees where the published figure (or some of a range) is within the band, disagrees where it is not
+    below       agrees where the whole band is below the published limit, disagrees where it is above
     anything    open where the band says neither; missing where a row has no runs yet
 
 Published figures belong to other sizes, budgets and baselines: a disagreement with a figure is a difference of
@@ -71,11 +72,21 @@ def within(margin: float, number: Gap) -> str:
     return DISAGREES if number.low > margin or number.high < -margin else OPEN
 
 
+def below(limit: float, number: Gap) -> str:
+    """Agrees where the band is below `limit`."""
+    return {AGREES: DISAGREES, DISAGREES: AGREES}.get(above(limit, number), OPEN)
+
+
 def equals(figure: float, number: Gap) -> str:
     """Agrees where the band holds `figure`."""
+    return overlaps(figure, figure, number)
+
+
+def overlaps(smallest: float, largest: float, number: Gap) -> str:
+    """Agrees where the band holds some of the range from `smallest` to `largest`."""
     if number.low is None or number.high is None:
         return OPEN
-    return AGREES if number.low <= figure <= number.high else DISAGREES
+    return AGREES if number.low <= largest and smallest <= number.high else DISAGREES
 
 
 def worse(worse_row: str, better_row: str, said: str, source: str) -> Claim:
@@ -112,6 +123,11 @@ def figure(row: str, baseline: str, value: float, said: str, source: str) -> Cla
         partial(equals, value),
         f"gap of `{row}` to `{baseline}`, %",
     )
+
+
+def quartet(row: str, value: float, said: str) -> Claim:
+    """A gap to BF16 of the released runs of Quartet II."""
+    return figure(row, BASELINE, value, said, QUARTET)
 
 
 def variant(name: str) -> str:
@@ -156,8 +172,34 @@ CLAIMS = (
         f"tokens of `{MXFP4}` over those of `{NVFP4}` for the same loss",
     ),
     figure(variant("late forward"), FP8, 0.5, "12B hybrid: .5% to FP8 after a late switch of the forward pass", NVIDIA),
-    figure(
-        variant("no BF16 blocks"), BASELINE, 1.60, "30M dense, 25 tokens a parameter, no BF16 blocks: 1.60%", QUARTET
+    Claim(
+        "12B hybrid, 10T tokens: < 1% to FP8 while the learning rate is held",
+        NVIDIA,
+        (NVFP4, FP8),
+        lambda table: table.hold_gap(NVFP4, FP8),
+        partial(below, 1.0),
+        f"gap of `{NVFP4}` to `{FP8}` before the decay, %",
+    ),
+    quartet(variant("no BF16 blocks"), 1.60, "30M dense, 25 tokens a parameter, no BF16 blocks: 1.60%"),
+    quartet("nvfp4_four_over_six", 1.71, "100M dense, 25 tokens a parameter, four over six, no BF16 blocks: 1.71%"),
+    quartet("quartet2", 1.84, "30M dense, 100 tokens a parameter, Quartet II, no BF16 blocks: 1.84%"),
+    quartet("nvfp4_fwd_bf16_bwd", 2.16, "30M dense, 100 tokens a parameter, forward alone, 16x16 weights: 2.16%"),
+    quartet("bf16_fwd_nvfp4_bwd", 0.34, "30M dense, 100 tokens a parameter, backward alone: .34%"),
+    Claim(
+        "the final loss varies by .001 to .002 nats between seeds (125M)",
+        "runs of 125M, unnamed",
+        (BASELINE,),
+        lambda table: table.seed_deviation(BASELINE),
+        partial(overlaps, 0.001, 0.002),
+        f"standard deviation of the validation loss of `{BASELINE}`, nats",
+    ),
+    Claim(
+        "7% of the weight gradients are zero at the end",
+        "arXiv 2604.12374",
+        ("nemotron3_super",),
+        lambda table: table.zeros("nemotron3_super"),
+        partial(equals, 7.0),
+        "zero weight gradients of the quantized linears of `nemotron3_super`, %",
     ),
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from nvfp4_train.comparison.gap import Gap, align, t_quantile, window_gap
+from nvfp4_train.comparison.gap import CONFIDENCE, Gap, align, t_quantile, window_gap
 from nvfp4_train.comparison.match import tokens_to_match
 from nvfp4_train.comparison.pairing import unpaired_reasons
 from nvfp4_train.comparison.runs import CompareError, Curve, Run
@@ -112,6 +112,32 @@ class Table:
     def spread_to(self, baseline: str) -> Spread:
         """Of gaps to another row than the baseline."""
         return pooled(self.gaps(row, baseline) for row in self.rows if row != baseline)
+
+    def hold_gap(self, row: str, baseline: str) -> Gap | None:
+        """The gap before the learning rate decays."""
+        values = self.gaps(row, baseline, HOLD)
+        spread = pooled(self.gaps(name, baseline, HOLD) for name in self.rows if name != baseline)
+        return spread.band(values) if values else None
+
+    def seed_deviation(self, row: str) -> Gap | None:
+        """Standard deviation of the validation loss from seed to seed, in nats, with its band by the chi-squared
+        distribution, exact for three seeds; without a band for another number of them.
+        """
+        losses = [one.val_loss for one in self.records[row].values() if math.isfinite(one.val_loss)]
+        if len(losses) < 2:
+            return None
+        deviation = float(np.std(losses, ddof=1))
+        if len(losses) != 3:
+            return Gap(deviation)
+        tail = (1 - CONFIDENCE) / 2
+        low, high = (math.sqrt(2 / (-2 * math.log(share))) for share in (tail, 1 - tail))
+        return Gap(deviation, low * deviation, high * deviation)
+
+    def zeros(self, row: str) -> Gap | None:
+        """Percent of a row's weight gradients that are exact zeros at the end, with the spread of all rows' seeds."""
+        by_row = {name: [100 * one.zeros for one in found.values()] for name, found in self.records.items()}
+        known = {name: values for name, values in by_row.items() if all(map(math.isfinite, values))}
+        return pooled(known.values()).band(known[row]) if row in known else None
 
     def growth(self, row: str, baseline: str) -> Gap | None:
         """Points by which the gap is larger at the end than before the learning rate decays."""

@@ -32,7 +32,7 @@ from tests.benchmarks.study.cells import (
     cells,
     rows,
 )
-from tests.benchmarks.study.claims import Finding, findings
+from tests.benchmarks.study.claims import AGREES, DISAGREES, Finding, findings
 from tests.benchmarks.study.numbers import Table, read_table
 from tests.benchmarks.study.store import OPERANDS, Record, Store
 
@@ -149,6 +149,15 @@ def health_text(found: Sequence[Line]) -> str:
     return "\n".join(text)
 
 
+def worst_text(found: Sequence[Line]) -> list[str]:
+    """Which tensor loses most in NVFP4, beside what was published."""
+    worst = [line.flushed_worst for line in found if line.row == NVFP4 and line.flushed_worst]
+    if not worst:
+        return []
+    verdict = AGREES if "out_proj/fprop_input" in worst[0] else DISAGREES
+    return [f"Published: Mamba's out_proj loses most, up to 40% (arXiv 2604.12374). Here, in `{NVFP4}`: {verdict}."]
+
+
 def findings_text(found: Sequence[Finding]) -> str:
     """The Markdown table of what was published beside what was found."""
     text = ["| published | source | here | | verdict |", "|---|---|---|---|---|"]
@@ -226,7 +235,7 @@ def section(table: Table | None, length: Length, every: Sequence[Row], sensitivi
         band = "" if match.low is None else f" (band {match.low:.2f} to {match.high:.2f})"
         parts.append(f"For the loss of `nvfp4`, `mxfp4` needs {match.value:.2f} times the tokens{band}.")
     parts += ["### Health at the end", "Share of values that quantization made zero, mean over linears.",
-              health_text(found)]  # fmt: skip
+              health_text(found), *worst_text(found)]  # fmt: skip
     if length is MAIN:
         parts += ["### Candidates for a recipe of our own", candidates_text(table, every)]
     return "\n\n".join(parts)

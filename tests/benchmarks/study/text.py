@@ -19,7 +19,7 @@ FILE = "corpus.csv"
 
 
 def prepared(overrides: Sequence[str], say: Callable[[str], None]) -> Corpus:
-    """The corpus of `experiment=nano`, or of what the overrides say; its tokenizer is trained first if it is not there.
+    """The corpus of `experiment=nano`, or of what the overrides say; its tokenizer.json is trained if it is not there.
 
     Raises ConfigError where there are several sources.
     """
@@ -28,8 +28,8 @@ def prepared(overrides: Sequence[str], say: Callable[[str], None]) -> Corpus:
     if len(sources) > 1:
         raise ConfigError("The study reads one source; give data.path.")
     data = config.data.of_source(sources[0])
-    if config.tokenizer.train == data.tokenizer:
-        data = replace(data, tokenizer=str(train_tokenizer(data, config.tokenizer, say)))
+    if data.tokenizer.endswith(".json"):
+        train_tokenizer(data, replace(config.tokenizer, train=data.tokenizer), say)
     return prepare(data, say=say)
 
 
