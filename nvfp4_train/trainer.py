@@ -42,7 +42,7 @@ from nvfp4_train.run_folder import LOCK, RunFolder, prepare_run_folder, recipe_o
 from nvfp4_train.schedule import build_schedule
 from nvfp4_train.schema import to_mapping
 from nvfp4_train.setup import build_quantized_model, compute_capability, device_name, open_datasets, write_data_record
-from nvfp4_train.shared_folder import check_shared
+from nvfp4_train.shared_folder import check_same_checkpoint, check_shared
 from nvfp4_train.signals import StopSignals
 from nvfp4_train.storage import refusals_said
 from nvfp4_train.throughput import peak_memory_gib, throughput_of
@@ -70,6 +70,7 @@ def train(config: RunConfig) -> ExitCode:
             console.say(folder.announcement())
             with refusals_said(folder.path):
                 check_shared(folder.path / LOCK, world)
+                check_same_checkpoint(folder.checkpoints, folder.checkpoint, world)
                 return Trainer(folder, world, console).run(signals, surroundings)
         finally:
             if world.is_main:
