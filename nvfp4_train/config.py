@@ -70,6 +70,8 @@ class ParallelConfig:
         distributed_optimizer: replicas share moments and updates (ZeRO-1).
         overlap_grad_reduce: sum gradients over replicas during the backward pass.
         overlap_param_gather: gather updated weights during the next forward pass; with a distributed optimizer.
+        cuda_graphs: record the passes of a micro-batch once and replay them, so that a GPU need not wait for Python;
+            same bits. auto (wherever they can be recorded), always, or never.
     """
 
     tensor: int = 1
@@ -81,6 +83,7 @@ class ParallelConfig:
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    cuda_graphs: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,8 @@ def process_groups(parallel: ParallelConfig, seed: int) -> Iterator[World]:
     """Start the process groups and Megatron's parallel state, and end them with the block.
 
     Under torchrun (`RANK` and `WORLD_SIZE` set) joins its world; otherwise this process is a world of one and needs no
-    network. Groups that already stand are used and left standing.
+    network. Groups that already stand are used and left standing. A GPU works on a stream of its own within the block:
+    the default one cannot be recorded in CUDA graphs, and gradients arrive where a parameter's accumulator was made.
     """
     logging.getLogger("megatron").setLevel(
         logging.ERROR
@@ -67,7 +68,13 @@ def process_groups(parallel: ParallelConfig, seed: int) -> Iterator[World]:
         torch.cuda.set_device(device)
         # By default parts of a product may be added in BF16; ours are FP32 until the one rounding.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    ours = not dist.is_initialized()
+    with torch.cuda.stream(torch.cuda.Stream()) if cuda else nullcontext():
+        yield from _joined(parallel, seed, device)
+
+
+def _joined(parallel: ParallelConfig, seed: int, device: torch.device) -> Iterator[World]:
+    """The body of `process_groups`, on the device that was chosen."""
+    cuda, ours = device.type == "cuda", not dist.is_initialized()
     if ours:
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         launched = "WORLD_SIZE" in os.environ and "RANK" in os.environ

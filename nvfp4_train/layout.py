@@ -17,6 +17,7 @@ from nvfp4_train.schedule import build_schedule
 
 # What is refused by name, with the one value that is there.
 NOT_YET = {"expert": 1}
+CUDA_GRAPHS = ("auto", "always", "never")
 
 
 def phase_steps(config: RunConfig) -> list[int]:
@@ -146,6 +147,8 @@ def check_supported(parallel: ParallelConfig) -> None:
         if getattr(parallel, name) != value:
             written = str(getattr(parallel, name)).lower()
             raise ConfigError(f"parallel.{name}={written}: not there yet. Write parallel.{name}={str(value).lower()}.")
+    if parallel.cuda_graphs not in CUDA_GRAPHS:
+        raise ConfigError(f"parallel.cuda_graphs={parallel.cuda_graphs}: write one of {', '.join(CUDA_GRAPHS)}.")
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError(
             f"parallel.virtual_pipeline={parallel.virtual_pipeline} with parallel.pipeline=1: stages are interleaved "
@@ -177,6 +180,37 @@ def choose_backend(config: RunConfig, capability: tuple[int, int] | None) -> Bac
     if precision.backend == "auto":
         return Backend("emulated", reason)
     raise PrecisionError(f"{reason}. Write precision.backend=emulated, or parallel.tensor=1 parallel.context=1.")
+
+
+def choose_graphs(config: RunConfig, backend: Backend, capability: tuple[int, int] | None) -> tuple[bool, str]:
+    """Whether the passes of a micro-batch are recorded as CUDA graphs on this machine, and the line that says so.
+
+    Raises ConfigError for `parallel.cuda_graphs=always` where they cannot be: why, and what to write.
+    """
+    wanted = config.parallel.cuda_graphs
+    if wanted == "never":
+        return False, "CUDA graphs: none, as asked"
+    problem = _graph_problem(config, backend, capability)
+    if problem is None:
+        return True, "CUDA graphs: the passes of a micro-batch are recorded in the second step of each phase"
+    if wanted == "always":
+        raise ConfigError(f"parallel.cuda_graphs=always: {problem}. Write parallel.cuda_graphs=auto or never.")
+    return False, f"CUDA graphs: none ({problem})"
+
+
+def _graph_problem(config: RunConfig, backend: Backend, capability: tuple[int, int] | None) -> str | None:
+    """Why passes cannot be recorded, or None."""
+    parallel = config.parallel
+    if capability is None:
+        return "this machine has no CUDA device"
+    if backend.name == "transformer_engine":
+        return "Transformer Engine's modules keep scales and caches in Python"
+    for name in ("tensor", "pipeline", "context"):
+        if getattr(parallel, name) > 1:
+            return f"parallel.{name}={getattr(parallel, name)} exchanges tensors during the passes"
+    if parallel.overlap_grad_reduce:
+        return "parallel.overlap_grad_reduce=true sums gradients during the backward pass"
+    return None
 
 
 def _find_transformer_engine() -> backends.TransformerEngine:

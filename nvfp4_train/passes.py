@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from data.loading import combine, sample_digest
 from models.attention import positions_of_rank
 from models.megatron_cpu import megatron_device
 from nvfp4_train.distributed import World, gather_data_parallel, sum_over_model
 from nvfp4_train.precision.runtime import PrecisionRuntime
 
+if TYPE_CHECKING:
+    from nvfp4_train.graphs import MicroBatchGraphs
+
 Batch = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
 class LossSum:
-    """Attributes: nats: sum over valid tokens of the global batch, in FP64; tokens: how many are valid."""
+    """The loss of a global batch, summed in the order of its micro-batches: the same bits in every layout.
 
-    nats: float
-    tokens: int
+    Asking for it waits for the device; every rank must ask.
 
-    @property
+    Args:
+        sums: of this rank's micro-batches, FP64 [micro-batches, (nats, valid tokens)].
+        world: where this process stands.
+    """
+
+    def __init__(self, sums: torch.Tensor, world: World) -> None:
+        self._sums, self._world = sums, world
+
+    @cached_property
     def mean(self) -> float:
-        """Nats a token; 0 where no token is valid."""
-        return self.nats / self.tokens if self.tokens else 0.0
+        """Nats a token, in FP64; 0 where no token is valid."""
+        by_rank = gather_data_parallel(self._sums.tolist(), self._world)
+        in_order = [pair for micro_batch in zip(*by_rank, strict=True) for pair in micro_batch]
+        tokens = int(sum(count for _, count in in_order))
+        return float(sum(nats for nats, _ in in_order)) / tokens if tokens else 0.0
 
 
 def run_micro_batches(
-    chunks: Sequence[Any], batches: Sequence[Batch], runtime: PrecisionRuntime, world: World, *, training: bool
+    chunks: Sequence[Any],
+    batches: Sequence[Batch],
+    runtime: PrecisionRuntime,
+    world: World,
+    *,
+    training: bool,
+    graphs: MicroBatchGraphs | None = None,
 ) -> LossSum:
     """All micro-batches of this rank forward and, in training, backward.
 
@@ -46,10 +62,15 @@ def run_micro_batches(
             data-parallel wrappers.
         batches: `tokens`, `labels` and `loss_mask`, each [micro-batch, sequence], and `documents` where these are kept
             apart.
+        graphs: of the one chunk, to train with wherever they serve.
 
     Returns:
-        The loss of the global batch, summed in the order of its micro-batches: the same bits in every layout.
+        The loss of the global batch; the device may still be at work.
     """
+    if training and graphs is not None:
+        if graphs.serve:
+            return LossSum(torch.stack(graphs.run(batches)), world)
+        graphs.make_room()
     shape = batches[0]["tokens"].shape
     step = partial(_forward, runtime=runtime, world=world, training=training)
     with megatron_device(), torch.set_grad_enabled(training):
@@ -65,20 +86,7 @@ def run_micro_batches(
     # Only the last pipeline stage has losses, and each context rank those of its own tokens.
     sums = torch.stack(outputs) if outputs else torch.zeros(len(batches), 2, dtype=torch.float64, device=world.device)
     sum_over_model(sums)
-    by_rank = gather_data_parallel(sums.tolist(), world)  # one wait for the device, [micro-batches, (nats, tokens)]
-    in_order = [pair for micro_batch in zip(*by_rank, strict=True) for pair in micro_batch]
-    return LossSum(sum(nats for nats, _ in in_order), int(sum(tokens for _, tokens in in_order)))
-
-
-def batch_hash(batches: Sequence[Batch], world: World) -> str:
-    """Hash of the tokens of the global batch, the same in every layout: by micro-batch, rank and sample.
-
-    Args:
-        batches: this rank's micro-batches of the step.
-    """
-    mine = [[sample_digest(sample) for sample in batch["tokens"]] for batch in batches]
-    by_rank = gather_data_parallel(mine, world)
-    return combine(digest for ranks in zip(*by_rank, strict=True) for samples in ranks for digest in samples)
+    return LossSum(sums, world)
 
 
 def context_share(sequences: torch.Tensor) -> torch.Tensor:
@@ -97,14 +105,23 @@ def _forward(
     index, batch = next(iterator)
     if training:
         runtime.begin_microbatch(index * world.data_size + world.data_rank)
-    tokens, labels, mask = (
-        context_share(batch[name]).to(world.device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")
-    )
-    documents = batch["documents"].to(world.device, non_blocking=True) if "documents" in batch else None
-    return model(tokens, None, None, labels=labels, documents=documents), partial(_loss_sum, mask=mask)
+    batch = to_device(batch, world)
+    return losses_of(model, batch), partial(loss_sum, mask=batch["loss_mask"])
 
 
-def _loss_sum(losses: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def to_device(batch: Batch, world: World) -> Batch:
+    """This context rank's share of a micro-batch, where the model is; documents are whole everywhere."""
+    shares = {name: part if name == "documents" else context_share(part) for name, part in batch.items()}
+    return {name: share.to(world.device, non_blocking=True) for name, share in shares.items()}
+
+
+def losses_of(model: Any, batch: Batch) -> torch.Tensor:
+    """What the model's part on this rank gives for a micro-batch: the loss of each token on the last stage."""
+    documents = batch.get("documents")
+    return model(batch["tokens"], None, None, labels=batch["labels"], documents=documents)  # type: ignore[no-any-return]
+
+
+def loss_sum(losses: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sum of nats over valid tokens, their number, and both as FP64 for the log.
 
     `losses` and `mask` are [micro-batch, sequence] FP32. Masked losses are dropped, not multiplied by zero: that would

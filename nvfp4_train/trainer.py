@@ -8,13 +8,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
-from data.loading import train_batches
 from models.megatron_cpu import megatron_device
 from nvfp4_train import checkpoint, gradients
+from nvfp4_train.batches import StepBatch, step_batches
 from nvfp4_train.checkpoint_files import Header, read_header
 from nvfp4_train.checkpoint_writer import CheckpointWriter
 from nvfp4_train.comparison.live import LiveGap
@@ -24,7 +23,8 @@ from nvfp4_train.distributed import World, any_rank, check_same, gather, on_main
 from nvfp4_train.environment import environment, versions
 from nvfp4_train.evaluation import validation_metrics
 from nvfp4_train.exits import ExitCode
-from nvfp4_train.layout import choose_backend, tokens_per_step
+from nvfp4_train.graphs import MicroBatchGraphs
+from nvfp4_train.layout import choose_backend, choose_graphs, tokens_per_step
 from nvfp4_train.metrics import Metrics, MetricsFile, marked_passes
 from nvfp4_train.optimizer import (
     build_optimizer,
@@ -35,7 +35,7 @@ from nvfp4_train.optimizer import (
     updated_here,
     wrap_data_parallel,
 )
-from nvfp4_train.passes import Batch, batch_hash, run_micro_batches
+from nvfp4_train.passes import Batch, run_micro_batches
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.profiling import profiler
 from nvfp4_train.run_folder import LOCK, RunFolder, prepare_run_folder, recipe_of
@@ -59,7 +59,10 @@ def train(config: RunConfig) -> ExitCode:
         check_same({"config": to_mapping(config), "versions": versions()}, world)
         console = Console(world.is_main, config.steps)
         capability = compute_capability(world.device)
-        console.say(choose_backend(config, capability).line(config.precision))
+        backend = choose_backend(config, capability)
+        console.say(backend.line(config.precision))
+        graphs, graph_line = choose_graphs(config, backend, capability)
+        console.say(graph_line)
         surroundings = environment(device_name(world.device), world.size, capability)
         folder = prepare_run_folder(config, world.is_main, lambda item: gather(item, world)[0])
         try:
@@ -71,7 +74,7 @@ def train(config: RunConfig) -> ExitCode:
             with refusals_said(folder.path):
                 check_shared(folder.path / LOCK, world)
                 check_same_checkpoint(folder.checkpoints, folder.checkpoint, world)
-                return Trainer(folder, world, console).run(signals, surroundings)
+                return Trainer(folder, world, console, graphs).run(signals, surroundings)
         finally:
             if world.is_main:
                 folder.leave()
@@ -88,7 +91,7 @@ class Trainer:
         saved_step: the step of the last checkpoint that was requested, or where the run began.
     """
 
-    def __init__(self, folder: RunFolder, world: World, console: Console) -> None:
+    def __init__(self, folder: RunFolder, world: World, console: Console, graphs: bool) -> None:
         self.folder, self.config, self.world, self.console = folder, folder.config, world, console
         config, say = self.config, console.say
         self.live_gap = None if config.baseline is None else self._open_baseline(config.baseline)
@@ -107,6 +110,7 @@ class Trainer:
         self.parallel_chunks = wrap_data_parallel(self.chunks, config.parallel)
         self.optimizer = build_optimizer(config.optimizer, config.parallel, self.parallel_chunks)
         self.gradient_norm = gradients.GradientNorm(self.chunks, updated_here(self.optimizer))
+        self.graphs = MicroBatchGraphs(self.parallel_chunks[0], self.runtime, world) if graphs else None
         say(describe_groups(self.chunks, config.optimizer.weight_decay))
         self.schedule = build_schedule(config.schedule, config.optimizer, config.steps, tokens_per_step(config))
 
@@ -186,7 +190,7 @@ class Trainer:
 
     def _loop(self, signals: StopSignals, profile_step: Callable[[], None]) -> ExitCode:
         config = self.config
-        batches = self._global_batches()
+        batches = step_batches(self.datasets, config, self.world, self.samples)
         while self.step < config.steps:
             if any_rank(signals.received is not None, self.world):
                 return self._leave_interrupted()
@@ -211,36 +215,25 @@ class Trainer:
                 return ExitCode.NON_FINITE
         return ExitCode.DONE
 
-    def _global_batches(self) -> Iterator[list[Batch]]:
-        """This rank's micro-batches of each step to come; with `debug.overfit` the first step's, again and again."""
-        data, overfit = self.config.data, self.config.debug.overfit
-        batches = train_batches(
-            self.datasets,
-            data,
-            consumed_samples=0 if overfit else self.samples,
-            data_rank=self.world.data_rank,
-            data_size=self.world.data_size,
-        )
-        count = data.global_batch // (data.micro_batch * self.world.data_size)
-        while step := list(islice(batches, count)):
-            yield from repeat(step) if overfit else [step]
-
-    def _train_step(self, batches: Iterator[list[Batch]]) -> Metrics:
+    def _train_step(self, batches: Iterator[StepBatch]) -> Metrics:
         """One optimizer step, or a skipped one; returns what there is to say about it."""
         start = time.perf_counter()
         config, runtime, step = self.config, self.runtime, self.step + 1
-        micro_batches = next(batches)
+        batch = next(batches)
+        micro_batches = batch.micro_batches
         passes = self._passes_of(step)
         runtime.sample_health = config.logging.health_every > 0 and step % config.logging.health_every == 0
         runtime.begin_step(self.step, passes)
         with megatron_device():
             gradients.start_gradients(self.parallel_chunks)
             self.optimizer.zero_grad()
-        total = run_micro_batches(self.parallel_chunks, micro_batches, runtime, self.world, training=True)
+        total = run_micro_batches(
+            self.parallel_chunks, micro_batches, runtime, self.world, training=True, graphs=self.graphs
+        )
         if runtime.observing:
             runtime.check_observed(self.assignments, passes)
-        norm, lr = gradients.of_mean(self.gradient_norm(), total.tokens), self.schedule.at(step)
-        loss = total.mean
+        norm = self.gradient_norm()  # the step's one wait for the device
+        norm, loss, lr = gradients.of_mean(norm, total.tokens), total.mean, self.schedule.at(step)
         skip = any_rank(not math.isfinite(loss) or not math.isfinite(norm), self.world)
         runtime.end_step(skipped=skip)
         if skip:
@@ -257,7 +250,7 @@ class Trainer:
             "optim/grad_norm": norm,
             **self.throughput.metrics(time.perf_counter() - start, passes),
             "memory/peak_gib": peak_memory_gib(),
-            "data/hash": self._hash(micro_batches),
+            "data/hash": self._hash(batch),
             **{f"data/tokens/{name}": count for name, count in self.datasets.tokens_read(self.samples).items()},
             **self._phase_marker(step, passes),
             **self._recipe_marker(step),
@@ -332,9 +325,9 @@ class Trainer:
             item for found in reversed(gather(self.runtime.health.metrics(), self.world)) for item in found.items()
         )
 
-    def _hash(self, micro_batches: list[Batch]) -> str:
+    def _hash(self, batch: StepBatch) -> str:
         """Hash of the global batch. Ranks that share a replica must have read the same: checked at the first step."""
-        found = batch_hash(micro_batches, self.world)
+        found = batch.hash(self.world)
         if self.step == self.folder.step + 1:
             check_same({"data/hash": found}, self.world)
         return found

@@ -2,7 +2,7 @@
 memory against the plan, idle time, where the time goes. Run: python -m tests.benchmarks.gpu_step [CASE ...] [--profile]
 
 A step is forward, backward and update as the trainer does it, on random tokens of the whole vocabulary. All cases run
-one after another in one process on one card; times are medians of steps that begin and end with an idle GPU.
+one after another in one process on one card. `eager` after a case's name measures it without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -65,13 +65,28 @@ CASES: dict[str, tuple[str, ...]] = {
     "nano nvfp4": (*NANO, "precision=nvfp4"),
     "1b bf16 recompute": (*WHOLE_1B, "precision=bf16", "model.recompute=full"),
 }
+# The same without CUDA graphs: `1b bf16 eager`.
+CASES |= {
+    f"{name} eager": (*overrides, "parallel.cuda_graphs=never")
+    for name, overrides in CASES.items()
+    if not name.endswith(MEGATRON)
+}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one case: medians in ms of a step, and of what the CPU needs to hand it to the GPU; memory in bytes."""
+    """Of one case.
+
+    Attributes:
+        step_ms: median of steps that begin and end with an idle GPU.
+        steady_ms: of one among many, one right after another.
+        handed_ms: median of what the CPU needs to hand a step to the GPU.
+        peak, planned: bytes.
+        idle: share of a steady step in which no kernel runs.
+    """
 
     step_ms: float
+    steady_ms: float
     handed_ms: float
     peak: int
     planned: int
@@ -95,7 +110,12 @@ def measure(build: Callable[[], Callable[[], None]], config: RunConfig, show_pro
         torch.cuda.synchronize()
         whole.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() - before
-    kernels, idle = profiled(step)
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    torch.cuda.synchronize()
+    steady = (time.perf_counter() - start) / STEPS
+    kernels, busy = profiled(step)
     if show_profile:
         for name, (microseconds, count) in kernels[:25]:
             print(f"    {microseconds / 1e3:8.2f} ms {count:5d}  {name[:110]}")
@@ -104,17 +124,18 @@ def measure(build: Callable[[], Callable[[], None]], config: RunConfig, show_pro
     tokens = config.data.micro_batch * config.data.sequence_length
     return Measured(
         1e3 * statistics.median(whole),
+        1e3 * steady,
         1e3 * statistics.median(handed),
         peak,
         memory(config.model, assignments, tokens, Machine(native=native)).total,
-        idle,
+        1 - busy / (1e6 * steady),
         config.data.global_batch * config.data.sequence_length,
         flops_per_token(config.model, config.data.sequence_length).training,
     )
 
 
 def profiled(step: Callable[[], None]) -> tuple[list[tuple[str, tuple[float, int]]], float]:
-    """Kernels of one step by total time, and the share of its span in which none ran."""
+    """Kernels of one step by total time in microseconds, and in how many of these any of them runs."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(2):
             step()
@@ -130,7 +151,7 @@ def profiled(step: Callable[[], None]) -> tuple[list[tuple[str, tuple[float, int
     for start, end in spans:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return sorted(totals.items(), key=lambda item: -item[1][0]), 1 - busy / (reached - spans[0][0])
+    return sorted(totals.items(), key=lambda item: -item[1][0]), busy / 2
 
 
 def row(name: str, found: Measured, baseline: float | None) -> str:
@@ -140,15 +161,16 @@ def row(name: str, found: Measured, baseline: float | None) -> str:
     share = "" if peak is None else f"{rate / peak:6.1%}"
     ratio = "" if baseline is None else f"{found.step_ms / baseline:6.3f}"
     return (
-        f"{name:<24} {found.step_ms:8.1f} {ratio:>6} {found.handed_ms:8.1f} {found.idle:6.1%} {rate:7.0f} {share:>6} "
-        f"{found.peak / 2**30:7.2f} {found.planned / 2**30:7.2f} {found.planned / found.peak:6.3f}"
+        f"{name:<24} {found.step_ms:8.1f} {ratio:>6} {found.steady_ms:8.1f} {found.handed_ms:8.1f} {found.idle:6.1%} "
+        f"{rate:7.0f} {share:>6} {found.peak / 2**30:7.2f} {found.planned / 2**30:7.2f} "
+        f"{found.planned / found.peak:6.3f}"
     )
 
 
 def _step(config: RunConfig, world: World, megatron: bool) -> Callable[[], None]:
     """A warm training step, ours or Megatron's."""
     if not megatron:
-        return TrainingStep(config, world, warm_up=WARM_UP)
+        return TrainingStep(config, world, warm_up=WARM_UP, quick_weights=True)
     from tests.benchmarks.megatron_step import MegatronStep
 
     return MegatronStep(config, warm_up=WARM_UP)
@@ -160,7 +182,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"by default all of: {', '.join(CASES)}")
     parser.add_argument("--profile", action="store_true", help="list the longest kernels of each case")
     chosen = parser.parse_args(arguments)
-    columns = (("ms", 8), ("/bf16", 6), ("handed", 8), ("idle", 6), ("TFLOP/s", 7), ("MFU", 6), ("GiB", 7))
+    columns = (
+        ("ms", 8),
+        ("/bf16", 6),
+        ("steady", 8),
+        ("handed", 8),
+        ("idle", 6),
+        ("TFLOP/s", 7),
+        ("MFU", 6),
+        ("GiB", 7),
+    )
     header = " ".join([f"{'case':<24}", *(f"{text:>{width}}" for text, width in columns), "planned", " ratio"])
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n{header}")
     baselines: dict[str, float] = {}

@@ -86,6 +86,7 @@ PLAIN: dict[str, Any] = {
     "parallel.distributed_optimizer": True,
     "parallel.overlap_grad_reduce": True,
     "parallel.overlap_param_gather": True,
+    "parallel.cuda_graphs": "never",
     "checkpoint.every": 13,
     "checkpoint.keep": 5,
     "checkpoint.keep_every": 26,

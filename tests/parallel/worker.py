@@ -22,17 +22,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nvfp4_train import trainer
+from nvfp4_train.batches import StepBatch, step_batches
 from nvfp4_train.compose import compose
 from nvfp4_train.gradients import named_parameters
 from nvfp4_train.layout import check_run
-from nvfp4_train.passes import Batch
 from nvfp4_train.precision.three_gemms import Factor, ThreeGemms
 
 OBSERVED = "decoder.layers.3.mlp.linear_fc1"
 
 
 class Watched(trainer.Trainer):
-    """A trainer that can be looked at, and whose samples have very different numbers of valid tokens."""
+    """A trainer that can be looked at."""
 
     last: Watched
     first_gradients: dict[str, Any]
@@ -41,17 +41,19 @@ class Watched(trainer.Trainer):
         Watched.last = self
         return super().run(*args)
 
-    def _global_batches(self) -> Iterator[list[Batch]]:
-        for batches in super()._global_batches():
-            for batch in batches:
-                place = torch.arange(batch["tokens"].shape[1])
-                batch["loss_mask"] = (place < batch["tokens"].sum(1, keepdim=True) % len(place)).float()
-            yield batches
-
     def _update(self, factor: float, lr: float) -> None:
         if self.step == 0:
             self.first_gradients = shares(self.chunks, lambda parameter: parameter.main_grad * factor)
         super()._update(factor, lr)
+
+
+def uneven_batches(*arguments: Any) -> Iterator[StepBatch]:
+    """Those of the run, with very different numbers of valid tokens in each sample."""
+    for step in step_batches(*arguments):
+        for batch in step.micro_batches:
+            place = torch.arange(batch["tokens"].shape[1])
+            batch["loss_mask"] = (place < batch["tokens"].sum(1, keepdim=True) % len(place)).float()
+        yield step
 
 
 class Recorder:
@@ -100,7 +102,7 @@ def shares(chunks: Any, value: Callable[[Any], torch.Tensor]) -> dict[str, Any]:
 
 def run(overrides: list[str], world_size: int) -> dict[str, Any]:
     """What this rank holds after a run."""
-    trainer.Trainer = Watched  # type: ignore[misc]
+    trainer.Trainer, trainer.step_batches = Watched, uneven_batches  # type: ignore[misc]
     config = compose(overrides)
     check_run(config, world_size)
     with Recorder() as recorder:

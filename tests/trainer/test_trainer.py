@@ -36,9 +36,9 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], name: str, value: f
     """Put `value` into one element of the gradient of `name` at these steps, counted from 1."""
     real = trainer.run_micro_batches
 
-    def poisoned(chunks: Any, batches: Any, runtime: Any, world: Any, *, training: bool) -> Any:
+    def poisoned(chunks: Any, batches: Any, runtime: Any, world: Any, *, training: bool, graphs: Any = None) -> Any:
         step = runtime.step
-        loss = real(chunks, batches, runtime, world, training=training)
+        loss = real(chunks, batches, runtime, world, training=training, graphs=graphs)
         if training and step + 1 in steps:
             dict(chunks[0].module.named_parameters())[name].main_grad.view(-1)[3] = value
         return loss
