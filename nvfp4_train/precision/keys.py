@@ -32,6 +32,8 @@ class DeviceKeys:
 
     def fill(self, seed: int, step: int, microbatch: int) -> None:
         """The keys of this micro-batch take the place of those before, once the GPU has come so far."""
+        if not self._operands:
+            return
         keys = [signed(element_key(seed, step, microbatch, *operand)) for operand in self._operands]
         host = torch.tensor(keys, dtype=torch.int64, pin_memory=self._keys.is_cuda)
         self._keys.copy_(host, non_blocking=True)
