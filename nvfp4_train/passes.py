@@ -35,12 +35,21 @@ class LossSum:
         self._sums, self._world = sums, world
 
     @cached_property
-    def mean(self) -> float:
-        """Nats a token, in FP64; 0 where no token is valid."""
+    def _total(self) -> tuple[float, int]:
         by_rank = gather_data_parallel(self._sums.tolist(), self._world)
         in_order = [pair for micro_batch in zip(*by_rank, strict=True) for pair in micro_batch]
-        tokens = int(sum(count for _, count in in_order))
-        return float(sum(nats for nats, _ in in_order)) / tokens if tokens else 0.0
+        return float(sum(nats for nats, _ in in_order)), int(sum(tokens for _, tokens in in_order))
+
+    @property
+    def tokens(self) -> int:
+        """How many are valid."""
+        return self._total[1]
+
+    @property
+    def mean(self) -> float:
+        """Nats a token, in FP64; 0 where no token is valid."""
+        nats, tokens = self._total
+        return nats / tokens if tokens else 0.0
 
 
 def run_micro_batches(
