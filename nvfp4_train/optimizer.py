@@ -132,19 +132,21 @@ def updated_here(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, tuple
     return {parameter: (found.start, found.end) for parameter, found in ranges.items()}
 
 
-def update(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], factor: float) -> None:
+def update(
+    optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], factor: float | torch.Tensor
+) -> None:
     """One step with the gradients in the buffers times `factor`. Megatron's `step` would take their norm once more."""
     with megatron_device():
         for chunk in chunks:
-            chunk.scale_gradients(factor)
+            chunk.scale_gradients(factor)  # type: ignore[arg-type]  # it multiplies by what it is given
         optimizer.prepare_grads()
         optimizer.step_with_ready_grads()
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
-    """One learning rate for all groups."""
+    """One learning rate for all groups; a fused optimizer's is an FP32 number, as it reads it from a GPU's memory."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = float(torch.tensor(lr, dtype=torch.float32)) if group.get("fused") else lr
 
 
 def describe_groups(chunks: Sequence[torch.nn.Module], weight_decay: float) -> str:
