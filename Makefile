@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart recipes study bench test check
+.PHONY: help env quickstart recipes study bench test faults check
 
 help:
 	@echo "make env         build .venv from requirements.lock"
@@ -11,6 +11,7 @@ help:
 	@echo "make study       train the next runs of the study at nano size on this machine's GPUs, for MINUTES=9, and write its page"
 	@echo "make bench       quantizers, linears and whole training steps on this GPU, as tables of ratios"
 	@echo "make test        formatting, types and all CPU tests"
+	@echo "make faults      50 runs, killed and stopped at random moments, end bit for bit as one that was not (about 15 minutes)"
 	@echo "make check       formatting and types alone"
 
 env: .venv/.ready
@@ -30,6 +31,9 @@ study: env
 bench: env
 	@$(PYTHON) -m tests.benchmarks.gpu_linear
 	@$(PYTHON) -m tests.benchmarks.gpu_step
+
+faults: env
+	@$(PYTHON) -W ignore -m tests.faults.run --runs 50
 
 check: env
 	.venv/bin/ruff check .

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from launch.roll_call import RollCall
 from nvfp4_train.exits import ExitCode
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+PATIENCE = 5  # seconds from the end of one process to the end of the others: they know why, and have nothing to save
 FINAL = (ExitCode.MISTAKE, ExitCode.NON_FINITE, ExitCode.INTERRUPTED)
 
 
@@ -76,6 +78,8 @@ class NodeAgent(LocalElasticAgent):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
             started = super()._start_workers(worker_group)
+            assert self._pcontext is not None
+            self._pcontext.close = partial(self._pcontext.close, timeout=PATIENCE)  # type: ignore[method-assign]
         finally:
             for number in STOP_SIGNALS:  # torch has put in its own
                 signal.signal(number, self._ask_to_stop)
@@ -94,34 +98,46 @@ class NodeAgent(LocalElasticAgent):
 
     def _failed(self, failures: Mapping[int, ProcessFailure]) -> None:
         """Says what happened and what follows, and ends the run for all nodes where nothing follows."""
-        rank, code = decisive(failures)
-        happened = f"rank {rank} on {socket.gethostname()} {_described(code)}"
+        rank, failure = decisive(failures)
+        code = failure.exitcode
+        happened = f"rank {rank} on {socket.gethostname()} {described(failure)}"
         if code in FINAL or self._remaining_restarts == 0:
             self._remaining_restarts = 0
-            self._calls.end(code if code > 0 else ExitCode.INTERNAL)
+            self._calls.end(code if code > 0 else ExitCode.INTERNAL, happened)
             _say(happened)
         else:
             number = self._restarts - self._remaining_restarts + 1
-            _say(f"{happened}; restart {number} of {self._restarts} goes on from the last checkpoint")
+            _say(f"restart {number} of {self._restarts} goes on from the last checkpoint: {happened}")
 
 
-def decisive(failures: Mapping[int, ProcessFailure]) -> tuple[int, int]:
-    """Rank and exit code of the process whose end counts: a mistake or bad numbers, else the one that was seen first.
+def decisive(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Rank and end of the process whose end counts: the first that gave a reason, else one with a mistake or bad
+    numbers, else the one that was seen first; where that is an error, one that was killed.
 
-    Those that were told to leave because of it come after it, and may have codes of their own.
+    Those that waited for it or were told to leave because of it give no reason and may have codes of their own.
     """
-    for rank, failure in failures.items():
-        if failure.exitcode in (ExitCode.MISTAKE, ExitCode.NON_FINITE):
-            return rank, failure.exitcode
-    rank, first = next(iter(failures.items()))
-    return rank, first.exitcode
+    reasons = {rank: failure for rank, failure in failures.items() if reason(failure)}
+    if reasons:
+        return min(reasons.items(), key=lambda item: item[1].timestamp)
+    first = next(iter(failures.items()))
+    final = [item for item in failures.items() if item[1].exitcode in (ExitCode.MISTAKE, ExitCode.NON_FINITE)]
+    killed = [item for item in failures.items() if item[1].exitcode < 0 and first[1].exitcode == ExitCode.INTERNAL]
+    return [*final, *killed, first][0]
 
 
-def _described(code: int) -> str:
+def reason(failure: ProcessFailure) -> str:
+    """What the process said of its end, empty where it said nothing."""
+    return failure.message["message"] if isinstance(failure.message, dict) else ""
+
+
+def described(failure: ProcessFailure) -> str:
+    """`ended with exit code 1 (internal), in backward of step 3: failed: ValueError: ...`, or what killed it."""
+    code = failure.exitcode
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     named = f" ({ExitCode(code).name.lower().replace('_', '-')})" if code in set(ExitCode) else ""
-    return f"ended with exit code {code}{named}"
+    said = reason(failure)
+    return f"ended with exit code {code}{named}" + (f", {said}" if said else "")
 
 
 def _say(text: str) -> None:

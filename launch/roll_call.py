@@ -33,10 +33,10 @@ class Place:
 
 
 class NodeGone(Exception):
-    """Another node ended the run. `code`: the exit code it gave."""
+    """Another node ended the run. `code`: the exit code it gave, `why`: what happened there, where that is known."""
 
-    def __init__(self, code: int, node: str) -> None:
-        super().__init__(f"{node} ended the run with exit code {code}; its own output says why")
+    def __init__(self, code: int, node: str, why: str = "") -> None:
+        super().__init__(f"{node} ended the run with exit code {code}: {why or 'its own output says why'}")
         self.code = code
 
 
@@ -128,17 +128,18 @@ class RollCall(RendezvousHandler):
 
     # ---- the end
 
-    def end(self, code: int) -> int:
+    def end(self, code: int, why: str = "") -> int:
         """Tell all nodes that the run is over. Returns the code that stands: of the node that said so first."""
-        said = self._store.compare_set(_ENDED, "", f"{code} node {self._place.rank} ({self._name})")
+        said = self._store.compare_set(_ENDED, "", f"{code} node {self._place.rank} ({self._name})\n{why}")
         return int(said.split()[0])
 
     def ended(self) -> NodeGone | None:
         """Who ended the run, None while it goes on."""
         if not self._store.check([_ENDED]):
             return None
-        code, _, node = self._store.get(_ENDED).decode().partition(" ")
-        return NodeGone(int(code), node)
+        ended, _, why = self._store.get(_ENDED).decode().partition("\n")
+        code, _, node = ended.partition(" ")
+        return NodeGone(int(code), node, why)
 
     def _raise_if_ended(self) -> None:
         gone = self.ended()

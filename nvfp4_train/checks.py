@@ -35,6 +35,7 @@ AT_LEAST: dict[str, int] = {
     "parallel.virtual_pipeline": 1,
     "parallel.context": 1,
     "parallel.expert": 1,
+    "parallel.timeout": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 0,
     "checkpoint.keep_every": 0,

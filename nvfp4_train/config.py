@@ -72,6 +72,7 @@ class ParallelConfig:
         overlap_param_gather: gather updated weights during the next forward pass; with a distributed optimizer.
         cuda_graphs: record the passes of a micro-batch once and replay them, so that a GPU need not wait for Python;
             same bits. auto (wherever they can be recorded), always, or never.
+        timeout: seconds without a sign of life after which the other ranks give one up and end; 0 never.
     """
 
     tensor: int = 1
@@ -84,6 +85,7 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     cuda_graphs: str = "auto"
+    timeout: float = 20.0
 
 
 @dataclass(frozen=True)

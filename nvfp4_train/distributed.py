@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,17 @@ import torch.distributed as dist
 
 from nvfp4_train.config import ConfigError, ParallelConfig
 from nvfp4_train.devices import check_cuda
+from nvfp4_train.watch import COME, Watch, flatten, other_values
 
 with warnings.catch_warnings():  # one line for each optional library that is not installed, from several modules
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state, tensor_parallel
 
 from models.megatron_cpu import install_cpu_rng
+
+
+def _unheard(error: BaseException) -> None:
+    """There is nobody to tell."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class World:
         rank, size: of the whole world.
         device: what this rank computes on.
         data_rank, data_size: its place among the ranks that read different batches.
+        report: tells the other ranks of the error that this one ends with, before it has cleaned up.
     """
 
     rank: int
@@ -42,6 +49,7 @@ class World:
     device: torch.device
     data_rank: int
     data_size: int
+    report: Callable[[BaseException], None] = _unheard
 
     @property
     def is_main(self) -> bool:
@@ -50,66 +58,132 @@ class World:
 
 
 @contextmanager
-def process_groups(parallel: ParallelConfig, seed: int) -> Iterator[World]:
+def process_groups(parallel: ParallelConfig, seed: int, settings: Mapping[str, Any] | None = None) -> Iterator[World]:
     """Start the process groups and Megatron's parallel state, and end them with the block.
 
-    Under torchrun (`RANK` and `WORLD_SIZE` set) joins its world; otherwise this process is a world of one and needs no
-    network. Groups that already stand are used and left standing. A GPU works on a stream of its own within the block:
-    the default one cannot be recorded in CUDA graphs, and gradients arrive where a parameter's accumulator was made.
+    Under torchrun (`RANK` and `WORLD_SIZE` set) joins its world, whose ranks then watch each other; otherwise this
+    process is a world of one and needs no network. Groups that already stand are used and left standing. A GPU works on
+    a stream of its own within the block: the default one cannot be recorded in CUDA graphs, and gradients arrive where a
+    parameter's accumulator was made.
+
+    Args:
+        settings: what must be the same on all ranks, as nested JSON values; compared before anything else.
+
+    Raises ConfigError on a rank with other settings; PeerEnded where another rank failed, is gone or hangs.
     """
     logging.getLogger("megatron").setLevel(
         logging.ERROR
     )  # it warns of libraries that we do without, and of our choices
     warnings.filterwarnings("ignore", module=r"megatron\.")
     check_cuda()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        # By default parts of a product may be added in BF16; ours are FP32 until the one rounding.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    with torch.cuda.stream(torch.cuda.Stream()) if cuda else nullcontext():
-        yield from _joined(parallel, seed, device)
+    device = _device()
+    with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
+        yield from _joined(parallel, seed, device, settings or {})
 
 
-def _joined(parallel: ParallelConfig, seed: int, device: torch.device) -> Iterator[World]:
+def _joined(parallel: ParallelConfig, seed: int, device: torch.device, settings: Mapping[str, Any]) -> Iterator[World]:
     """The body of `process_groups`, on the device that was chosen."""
-    cuda, ours = device.type == "cuda", not dist.is_initialized()
-    if ours:
-        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        launched = "WORLD_SIZE" in os.environ and "RANK" in os.environ
-        backend = "nccl" if cuda else "gloo"
-        dist.init_process_group(backend, device_id=device if cuda else None, **({} if launched else alone))
+    ours, watch = not dist.is_initialized(), None
     try:
-        if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=parallel.tensor,
-                pipeline_model_parallel_size=parallel.pipeline,
-                virtual_pipeline_model_parallel_size=parallel.virtual_pipeline
-                if parallel.virtual_pipeline > 1
-                else None,
-                context_parallel_size=parallel.context,
-                expert_model_parallel_size=parallel.expert,
-            )
-        if not cuda:
-            install_cpu_rng()
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # all that numpy's takes
-        torch.manual_seed(seed)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        if ours:
+            watch = _meet(parallel.timeout, settings, device)
+        _split(parallel, seed, device)
         yield World(
             dist.get_rank(),
             dist.get_world_size(),
             device,
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
+            report=_unheard if watch is None else watch.report,
         )
-        if ours and dist.get_world_size() > 1:
+        if watch is not None:
+            watch.ending()
             dist.barrier()  # a launcher ends those that are still busy when the first has left
+            watch.finish()
+    except BaseException as error:
+        if watch is None:
+            raise
+        explained = watch.explain(error)
+        if explained is error:
+            raise
+        raise explained from None
     finally:
-        if ours:
+        if ours and dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+
+
+def _device() -> torch.device:
+    """What this rank computes on."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    # By default parts of a product may be added in BF16; ours are FP32 until the one rounding.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return device
+
+
+def _meet(timeout: float, settings: Mapping[str, Any], device: torch.device) -> Watch | None:
+    """The default process group; of several processes also their watch, once all are there with the same settings."""
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else (0, 1)
+    cuda = device.type == "cuda"
+    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+    if size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+        return None
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not host or not port:
+        raise ConfigError(
+            f"WORLD_SIZE={size} is set and MASTER_ADDR or MASTER_PORT is not: start the processes with "
+            "python -m launch.run or torchrun, which set all of them, or unset WORLD_SIZE and RANK for one process."
+        )
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        host,
+        int(port),
+        is_master=rank == 0 and not served,
+        timeout=timedelta(seconds=COME),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    watch = Watch(rank, size, timeout, {**settings, "device": _kind(device)})
+    if rank == 0:
+        store.set("watch", watch.listen())
+    else:
+        watch.connect(host, store.get("watch").decode())
+    try:
+        watch.start()
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("groups", store), rank=rank, world_size=size, device_id=device_id
+        )
+    except BaseException as error:
+        raise watch.explain(error) from None
+    return watch
+
+
+def _kind(device: torch.device) -> str:
+    """`cpu`, or what a CUDA device can compute."""
+    return device.type if device.type == "cpu" else f"cuda {torch.cuda.get_device_capability(device)}"
+
+
+def _split(parallel: ParallelConfig, seed: int, device: torch.device) -> None:
+    """Megatron's parallel state, and the random generators."""
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+        )
+    if device.type == "cpu":
+        install_cpu_rng()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # all that numpy's takes
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def any_rank(flag: bool, world: World) -> bool:
@@ -153,10 +227,11 @@ def gather_over(group: dist.ProcessGroup | None, item: Any) -> list[Any]:
 
 
 def check_same(settings: Mapping[str, Any], world: World) -> None:
-    """Refuse to start when a rank has other settings than rank 0: one silent difference spoils a whole run.
+    """Refuse to go on where a rank has something else than rank 0: one silent difference spoils a whole run.
 
     Args:
-        settings: flat or nested JSON values: the configuration, versions and whatever else must be equal everywhere.
+        settings: flat or nested JSON values of what must be equal everywhere and is known only now; what a rank was
+            started with is compared before, in `process_groups`.
 
     Raises:
         ConfigError: names the rank and the keys.
@@ -171,19 +246,7 @@ def check_same(settings: Mapping[str, Any], world: World) -> None:
     for rank, other in enumerate(everyone):
         keys = sorted(key for key in {**everyone[0], **other} if everyone[0].get(key) != other.get(key))
         if keys:
-            raise ConfigError(
-                f"rank {rank} was started with another value of {', '.join(keys)} than rank 0: "
-                "give every rank the same command line, versions and files"
-            )
-
-
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and leaf values of nested mappings, in order."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+            raise ConfigError(f"rank {rank} {other_values(keys)}")
 
 
 def on_main(world: World, action: Callable[[], None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import platform
 import socket
 import subprocess
@@ -25,6 +27,11 @@ PACKAGES = (
     "wandb",
 )
 
+# Rooms whose code a run executes.
+ROOMS = ("nvfp4_train", "models", "data")
+# Beginnings of the names of variables by which libraries choose other kernels or other orders of summation.
+COUNTING = ("NVTE_", "CUBLAS_", "MAMBA_", "TORCHDYNAMO_", "TORCH_ALLOW_TF32", "NVIDIA_TF32", "MKL_", "OMP_NUM_THREADS")
+
 
 def version(package: str) -> str | None:
     """The installed version of a distribution, or None."""
@@ -42,6 +49,21 @@ def versions() -> dict[str, str]:
     if torch is not None:
         found["torch"] = str(torch.__version__)
     return found
+
+
+def sources() -> str:
+    """Short hash of all Python files that a run executes: the same for the same code, wherever it lies."""
+    root = Path(__file__).resolve().parent.parent
+    found = hashlib.sha256()
+    for file in sorted(path for room in ROOMS for path in (root / room).rglob("*.py")):
+        found.update(f"{file.relative_to(root)}\n".encode())
+        found.update(file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def environment_that_counts() -> dict[str, str]:
+    """The environment variables that can change a number in its last bits."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(COUNTING)}
 
 
 def commit() -> str | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
+from pathlib import Path
 
 from data.config import DataError
 from models.config import ModelError
+from nvfp4_train import phase
 from nvfp4_train.checkpoint_files import CheckpointError
 from nvfp4_train.config import ConfigError
 from nvfp4_train.precision.config import PrecisionError
@@ -29,27 +34,80 @@ class ExitCode(IntEnum):
     INTERRUPTED = 75
 
 
+class PeerEnded(Exception):
+    """The run ends because of another rank: names it and what became of it.
+
+    Attributes:
+        code: that this process ends with, the one of the rank that ended first.
+        found_here: whether this rank found out, so that nobody else will say it.
+    """
+
+    def __init__(self, text: str, code: int, *, found_here: bool) -> None:
+        super().__init__(text)
+        self.code, self.found_here = code, found_here
+
+
 def guarded(body: Callable[[], int | None]) -> int:
-    """Calls `body` and makes exit codes of exceptions: a message for a user's mistake, a traceback for all others."""
+    """Calls `body` and makes exit codes of exceptions: a message for a user's mistake, a traceback for all others.
+
+    Of several ranks the one whose error ends the run also leaves it to the launcher, which says it last.
+    """
     try:
         return int(body() or ExitCode.DONE)
-    except USER_MISTAKES as error:
-        print(f"{_where()}error: {error}", file=sys.stderr, flush=True)
-        return ExitCode.MISTAKE
-    except KeyboardInterrupt:
-        print(f"{_where()}interrupted before there was anything to save", file=sys.stderr, flush=True)
-        return ExitCode.INTERRUPTED
+    except (SystemExit, GeneratorExit):
+        raise
+    except PeerEnded as error:
+        print(f"{where()}{error}", file=sys.stderr, flush=True)
+        if error.found_here:
+            leave_reason(str(error))
+        return error.code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.DONE
-    except Exception as error:
-        traceback.print_exc()
-        print(f"{_where()}failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return ExitCode.INTERNAL
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        code = code_of(error)
+        if code == ExitCode.INTERNAL:
+            traceback.print_exc()
+        said = described(error)
+        print(f"{where()}{said}", file=sys.stderr, flush=True)
+        if code != ExitCode.INTERRUPTED:
+            leave_reason(said)
+        return code
 
 
-def _where() -> str:
-    """Rank and host, where there are several."""
+def code_of(error: BaseException) -> ExitCode:
+    """The exit code of a process that an exception ends."""
+    if isinstance(error, USER_MISTAKES):
+        return ExitCode.MISTAKE
+    return ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.INTERNAL
+
+
+def described(error: BaseException) -> str:
+    """`error: MESSAGE` for a user's mistake, `failed: TYPE: MESSAGE` for all others."""
+    if isinstance(error, USER_MISTAKES):
+        return f"error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted before there was anything to save"
+    return f"failed: {type(error).__name__}: {error}"
+
+
+def leave_reason(text: str) -> None:
+    """Writes why this process ends where torch's launchers look for it; they show it once all processes have ended.
+
+    The first reason stays. Nothing is written where no launcher asked for it.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    reason = {"message": f"in {phase.current()}: {text}", "extraInfo": {"timestamp": str(int(time.time()))}}
+    with suppress(OSError):  # it is said on the screen, too
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "x") as opened:
+            json.dump({"message": reason}, opened)
+
+
+def where() -> str:
+    """Rank, host and phase, where there are several ranks."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return ""
-    return f"[rank {os.environ.get('RANK', '?')} on {socket.gethostname()}] "
+    return f"[rank {os.environ.get('RANK', '?')} on {socket.gethostname()}, in {phase.current()}] "

@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from models.attention import positions_of_rank
 from models.megatron_cpu import megatron_device
+from nvfp4_train import phase
 from nvfp4_train.distributed import World, gather_data_parallel, sum_over_model
 from nvfp4_train.precision.runtime import PrecisionRuntime
 
@@ -78,6 +79,7 @@ def run_micro_batches(
     """
     if training and graphs is not None:
         if graphs.serve:
+            phase.enter(f"forward of step {_number(runtime)}")  # and backward: both are replayed
             return LossSum(torch.stack(graphs.run(batches)), world)
         graphs.make_room()
     shape = batches[0]["tokens"].shape
@@ -113,9 +115,19 @@ def _forward(
     """Megatron's forward step: the losses of one micro-batch, and what sums them up."""
     index, batch = next(iterator)
     if training:
+        phase.enter(f"forward of step {_number(runtime)}")
         runtime.begin_microbatch(index * world.data_size + world.data_rank)
     batch = to_device(batch, world)
-    return losses_of(model, batch), partial(loss_sum, mask=batch["loss_mask"])
+    losses = losses_of(model, batch)
+    if training:  # what Megatron's schedule does until it calls again
+        phase.enter(f"backward of step {_number(runtime)}")
+    return losses, partial(loss_sum, mask=batch["loss_mask"])
+
+
+def _number(runtime: PrecisionRuntime) -> int:
+    """Of the step under way, counted from 1."""
+    assert runtime.step is not None, "micro-batches of training before begin_step"
+    return runtime.step + 1
 
 
 def to_device(batch: Batch, world: World) -> Batch:

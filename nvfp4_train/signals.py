@@ -1,4 +1,5 @@
-"""SIGINT and SIGTERM: the first asks for an orderly stop, the second leaves at once. No torch here.
+"""SIGINT and SIGTERM: the first asks for an orderly stop, the second leaves at once. The end of the launcher asks too.
+No torch here.
 
 Before there is a run, while libraries are imported, the first leaves at once: an exception in the midst of an import
 would surface as a traceback, or be swallowed.
@@ -6,6 +7,7 @@ would surface as a traceback, or be swallowed.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from collections.abc import Iterator
@@ -15,18 +17,37 @@ from typing import Any
 
 from nvfp4_train.exits import ExitCode
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LAUNCHER_GONE = signal.SIGHUP  # also several times: once for each thread that the launcher had
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def _signals() -> tuple[signal.Signals, ...]:
+    """Those that ask to stop. A process without a launcher leaves SIGHUP to nohup."""
+    asked = (signal.SIGINT, signal.SIGTERM)
+    return (*asked, _LAUNCHER_GONE) if _launched() else asked
+
+
+def _launched() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def end_with_launcher() -> None:
+    """A process that a launcher started is asked to save and leave when that launcher dies: nobody would restart it,
+    and it would keep others out of its run folder.
+    """
+    if _launched():
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _LAUNCHER_GONE)
 
 
 @contextmanager
 def leave_at_once() -> Iterator[None]:
-    """Inside the block either signal ends the process with INTERRUPTED and one line."""
+    """Inside the block each signal ends the process with INTERRUPTED and one line."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         os.write(2, f"{signal.Signals(number).name}: interrupted, with no step under way\n".encode())
         os._exit(ExitCode.INTERRUPTED)
 
-    former = {number: signal.signal(number, leave) for number in _SIGNALS}
+    former = {number: signal.signal(number, leave) for number in _signals()}
     try:
         yield
     finally:
@@ -35,7 +56,7 @@ def leave_at_once() -> Iterator[None]:
 
 
 class StopSignals:
-    """Context that listens to both signals and restores the former handlers when it ends.
+    """Context that listens to these signals and restores the former handlers when it ends.
 
     Attributes:
         received: name of the first signal, None before it.
@@ -49,7 +70,7 @@ class StopSignals:
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in _SIGNALS:
+        for number in _signals():
             self._former[number] = signal.signal(number, self._handle)
         return self
 
@@ -59,10 +80,13 @@ class StopSignals:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        if self.received is not None and number == _LAUNCHER_GONE:
+            return
         if self.received is not None:
             os.write(2, f"\n{name} again: leaving at once, without saving\n".encode())
             os._exit(ExitCode.INTERRUPTED)
         self.received = name
         if not self.finish_steps:
             raise KeyboardInterrupt
-        os.write(2, f"\n{name}: finishing this step, then saving; once more leaves at once\n".encode())
+        why = "the launcher is gone" if number == _LAUNCHER_GONE else name
+        os.write(2, f"\n{why}: finishing this step, then saving; once more leaves at once\n".encode())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from models.megatron_cpu import megatron_device
-from nvfp4_train import checkpoint, gradients
+from nvfp4_train import checkpoint, gradients, phase
 from nvfp4_train.batches import StepBatch, step_batches
 from nvfp4_train.checkpoint_files import Header, read_header
 from nvfp4_train.checkpoint_writer import CheckpointWriter
@@ -20,9 +20,10 @@ from nvfp4_train.comparison.live import LiveGap
 from nvfp4_train.config import RunConfig
 from nvfp4_train.console import Console
 from nvfp4_train.distributed import World, any_rank, check_same, gather, on_main, process_groups
-from nvfp4_train.environment import environment, versions
+from nvfp4_train.environment import environment, environment_that_counts, sources, versions
 from nvfp4_train.evaluation import validation_metrics
 from nvfp4_train.exits import ExitCode
+from nvfp4_train.first_bad import first_bad
 from nvfp4_train.graphs import MicroBatchGraphs, build_update
 from nvfp4_train.layout import choose_backend, choose_graphs, tokens_per_step
 from nvfp4_train.metrics import Metrics, MetricsFile, marked_passes
@@ -54,8 +55,8 @@ def train(config: RunConfig) -> ExitCode:
     Returns:
         DONE, INTERRUPTED after a signal (saved), or NON_FINITE after too many skipped steps in a row (not saved).
     """
-    with StopSignals() as signals, process_groups(config.parallel, config.seed) as world:
-        check_same({"config": to_mapping(config), "versions": versions()}, world)
+    phase.enter(phase.START)
+    with StopSignals() as signals, process_groups(config.parallel, config.seed, _started_with(config)) as world:
         console = Console(world.is_main, config.steps)
         capability = compute_capability(world.device)
         backend = choose_backend(config, capability)
@@ -77,6 +78,12 @@ def train(config: RunConfig) -> ExitCode:
         finally:
             if world.is_main:
                 folder.leave()
+
+
+def _started_with(config: RunConfig) -> dict[str, Any]:
+    """What must be the same on all ranks: the whole configuration, and what else the numbers hang on."""
+    surroundings = {"versions": versions(), "code": sources(), "environment": environment_that_counts()}
+    return {"config": to_mapping(config), **surroundings}
 
 
 class Trainer:
@@ -101,6 +108,7 @@ class Trainer:
         self.saved_step = self.step
         self.recipe_changed = folder.decision == "resume" and start is not None and _other_recipe(start, config)
         self.datasets = open_datasets(config, say, start, resumed=folder.decision == "resume")
+        check_same({"data": self.datasets.identity}, world)
 
         quantized = build_quantized_model(config, world, say)
         self.report = quantized.report
@@ -174,6 +182,10 @@ class Trainer:
             with self.console.running(self.step), profiler(config.debug.profile, self.folder.path) as profile_step:
                 code = self._loop(signals, profile_step)
                 self.checkpoints.finish()
+            phase.enter("end")
+        except BaseException as error:
+            self.world.report(error)  # before the tracker's last uploads
+            raise
         finally:
             self.checkpoints.abandon()  # of a save that an error left under way
             self.metrics.close()
@@ -219,6 +231,7 @@ class Trainer:
         """One optimizer step, or a skipped one; returns what there is to say about it."""
         start = time.perf_counter()
         config, runtime, step = self.config, self.runtime, self.step + 1
+        phase.enter(f"data of step {step}")
         batch = next(batches)
         micro_batches = batch.micro_batches
         passes = self._passes_of(step)
@@ -230,6 +243,7 @@ class Trainer:
         total = run_micro_batches(
             self.parallel_chunks, micro_batches, runtime, self.world, training=True, graphs=self.graphs
         )
+        phase.enter(f"update of step {step}")
         if runtime.observing:
             runtime.check_observed(self.assignments, passes)
         norm = self.gradient_norm()  # the step's one wait for the device
@@ -270,31 +284,11 @@ class Trainer:
         The step counts: its data is consumed and the learning rate moves on, so runs stay comparable at equal tokens.
         """
         self.skipped += 1
-        rank, source = self._first_bad(loss, micro_batches)
+        source = first_bad(self.parallel_chunks, micro_batches, self.runtime, self.world, self.step, loss)
         self.console.warn(
             f"step {step} skipped ({self.skipped} of {self.config.optimizer.max_skipped} in a row): loss {loss:g}, "
-            f"gradient norm {norm:g}; first bad on rank {rank}: {source}"
+            f"gradient norm {norm:g}; first bad {source}"
         )
-
-    def _first_bad(self, loss: float, micro_batches: list[Batch]) -> tuple[int, str]:
-        """What turned bad first and on which rank: a weight, an output of the forward pass, or a gradient.
-
-        All ranks look for the same thing at a time, because the forward pass needs all of them.
-        """
-
-        def forward() -> None:
-            with self.runtime.evaluating():
-                run_micro_batches(self.parallel_chunks, micro_batches, self.runtime, self.world, training=False)
-
-        searches: dict[str, Callable[[], str | None]] = {"weight": lambda: gradients.first_bad_weight(self.chunks)}
-        if not math.isfinite(loss):
-            searches["output of"] = lambda: gradients.first_bad_output(self.chunks, forward)
-        searches["gradient of"] = lambda: gradients.first_bad_gradient(self.chunks)
-        for what, search in searches.items():
-            for rank, name in enumerate(gather(search(), self.world)):
-                if name is not None:
-                    return rank, f"{what} {name}"
-        return 0, "not found"
 
     def _passes_of(self, step: int) -> Passes:
         """The passes in force, with a line where a phase begins, or where the run goes on within one."""
@@ -333,6 +327,7 @@ class Trainer:
         return found
 
     def _evaluate(self) -> Metrics:
+        phase.enter(f"evaluation after step {self.step}")
         start = time.perf_counter()
         score = partial(
             validation_metrics, self.parallel_chunks, self.datasets, self.config.data, self.runtime, self.world
@@ -345,6 +340,7 @@ class Trainer:
 
     def _save(self) -> bool:
         """Request a checkpoint of this step; False where the weights are not finite, which are never saved."""
+        phase.enter(f"save after step {self.step}")
         gather_parameters(self.parallel_chunks)
         bad = gather(gradients.first_bad_weight(self.chunks), self.world)
         if any(bad):

@@ -87,6 +87,7 @@ PLAIN: dict[str, Any] = {
     "parallel.overlap_grad_reduce": True,
     "parallel.overlap_param_gather": True,
     "parallel.cuda_graphs": "never",
+    "parallel.timeout": 33.0,
     "checkpoint.every": 13,
     "checkpoint.keep": 5,
     "checkpoint.keep_every": 26,

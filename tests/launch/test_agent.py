@@ -40,9 +40,13 @@ def test_after_so_many_restarts_the_code_is_that_of_a_crash(tmp_path: Path) -> N
     assert lines_of(starts) == 3
     said = [line for line in output.read_text().splitlines() if line.startswith("launch: ")]
     assert [line.partition("(internal)")[2] for line in said] == [
-        "; restart 1 of 2 goes on from the last checkpoint",
-        "; restart 2 of 2 goes on from the last checkpoint",
         "",
+        "",
+        "",
+    ]
+    assert [line.partition(": rank")[0] for line in said[:2]] == [
+        "launch: restart 1 of 2 goes on from the last checkpoint",
+        "launch: restart 2 of 2 goes on from the last checkpoint",
     ]
 
 
@@ -73,7 +77,8 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
     assert process.wait(timeout=300) == ExitCode.MISTAKE
     said = output.read_text()
     assert "data.pth: there is no such key" in said
-    assert said.splitlines()[-1].endswith("ended with exit code 2 (mistake)")
+    last = said.splitlines()[-1]
+    assert "ended with exit code 2 (mistake), in start: error: data.pth: there is no such key" in last
     assert "restart" not in said
 
 
@@ -86,7 +91,8 @@ def test_all_nodes_end_with_the_code_of_the_one_that_failed(tmp_path: Path) -> N
     assert second.wait(timeout=300) == ExitCode.MISTAKE
     assert first.wait(timeout=300) == ExitCode.MISTAKE, output.read_text()
     assert "launch: node 1 (" in output.read_text()
-    assert "ended the run with exit code 2; its own output says why" in output.read_text()
+    assert "ended the run with exit code 2: rank 1 on" in output.read_text()
+    assert "steps: wanted a whole number" in output.read_text()
 
 
 def test_without_node_0_the_others_end(tmp_path: Path) -> None:

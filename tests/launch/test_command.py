@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from launch.agent import decisive
+from launch.agent import decisive, described, reason
 from launch.run import PORT, parse
 from nvfp4_train.config import ConfigError
+from nvfp4_train.exits import leave_reason
 
 
 def test_one_node_needs_nothing() -> None:
@@ -58,12 +62,34 @@ def test_help_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("codes", "counts"),
     [
-        ({1: -9, 0: 75}, (1, -9)),  # 0 was told to leave because 1 was killed
-        ({0: 1, 1: 2}, (1, 2)),  # 0 lost its peer, which found a mistake
-        ({0: 1, 1: 4}, (1, 4)),
-        ({1: 75, 0: 75}, (1, 75)),
+        ({1: -9, 0: 75}, 1),  # 0 was told to leave because 1 was killed
+        ({0: 1, 1: -9}, 0),  # 0 says that 1 was silent, and 1 was killed for it
+        ({0: 75, 1: -9}, 0),  # an orderly stop, for which 1 took too long
+        ({2: 1, 1: -9}, 1),  # 2 waited for 1
+        ({2: 1, 1: 2}, 1),  # 2 lost its peer, which found a mistake
+        ({2: 1, 1: 4}, 1),
+        ({1: 75, 2: 75}, 1),
+        ({3: 1, 0: 1}, 0),  # 0 says why
     ],
 )
-def test_whose_end_counts(codes: dict[int, int], counts: tuple[int, int]) -> None:
-    failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
-    assert decisive(failures) == counts  # type: ignore[arg-type]
+def test_whose_end_counts(codes: dict[int, int], counts: int) -> None:
+    reason = {"message": "in backward of step 3: failed: ValueError: boom", "extraInfo": {"timestamp": "7"}}
+    says = {0: reason} if codes.get(0) == 1 else {}
+    failures = {
+        rank: SimpleNamespace(exitcode=code, message=says.get(rank, ""), timestamp=7) for rank, code in codes.items()
+    }
+    rank, failure = decisive(failures)  # type: ignore[arg-type]
+    assert (rank, failure.exitcode) == (counts, codes[counts])
+    if says:
+        assert described(failure) == "ended with exit code 1 (internal), " + reason["message"]  # type: ignore[operator]
+
+
+def test_a_reason_is_left_once_where_the_launcher_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "0" / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    leave_reason("first")
+    leave_reason("second")
+    failure = ProcessFailure(0, 1, 1, str(file))
+    assert reason(failure) == "in start: first"
+    assert failure.timestamp == pytest.approx(time.time(), abs=60)
+    assert reason(ProcessFailure(0, 1, -9, str(tmp_path / "none"))) == ""

@@ -108,7 +108,7 @@ def test_the_first_to_end_the_run_decides_the_code_and_those_that_wait_hear_of_i
     assert one.end(1) == 75
     gone = one.ended()
     assert gone is not None
-    assert (gone.code, str(gone)) == (75, "node 1 (host-1) ended the run with exit code 75; its own output says why")
+    assert (gone.code, str(gone)) == (75, "node 1 (host-1) ended the run with exit code 75: its own output says why")
     with pytest.raises(NodeGone):
         one.next_rendezvous()
 

@@ -1,0 +1,272 @@
+"""Runs of two processes, hit at random moments, resumed until they are done, and compared with one that was not hit.
+
+python -m tests.faults.run --runs 50 --first 1 --folder runs/faults     # make faults
+python -m tests.faults.run --seed 17                                    # one run again
+
+Each run is killed (-9, -TERM) or stopped for longer than the timeout, one of its ranks or its launcher, one to three
+times, within any phase. At the end weights, moments, losses, gradient norms and hashes of the batches must be those of
+the run that nothing hit, bit for bit. One line a run, a table at the end; exit code 1 where one differs. What is done
+is kept in the folder, so the same command goes on after an interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", TORCH_CPP_LOG_LEVEL="ERROR")
+
+import torch
+
+from nvfp4_train.environment import sources
+from nvfp4_train.exits import ExitCode
+from tests.faults.equal import first_difference
+from tests.faults.forked import Before, ForkedProcess, launch
+from tests.faults.moments import KINDS, LAUNCHER, Moments
+from tests.faults.plan import LAYOUTS, STEPS, TIMEOUT, Calls, Plan, plan
+
+STARTS, LIMIT, SOON = 8, 240.0, 30.0  # starts a run, seconds a start, seconds until all have stopped
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "far")
+Result = dict[str, Any]
+
+
+def before(folder: Path, *, counting: bool) -> Before:
+    """What each rank does when it begins: listen for its moment."""
+
+    def begin(_overrides: list[str]) -> Callable[[], None]:
+        moments = Moments(folder, int(os.environ["RANK"]), counting=counting)
+        moments.listen()
+        return moments.write_counts
+
+    return begin
+
+
+class Faults:
+    """All runs of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / "text")
+        self._where = [f"data.path={self.folder / 'text'}", f"data.prepared={self.folder / 'prepared'}"]
+
+    # ---- the run that nothing hits
+
+    def reference(self, layout: str) -> list[Calls]:
+        """Runs a layout once, without a fault; returns how many calls each of its phases had, by rank."""
+        folder = self.folder / "whole" / layout.replace(" ", "-")
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            process = self._launch(Plan(0, layout, 0, ()), folder, counting=True)
+            code = process.wait(LIMIT)
+            assert code == ExitCode.DONE, (folder / "out").read_text()
+            (folder / "done").touch()
+        return [calls(json.loads((folder / f"calls.{rank}.json").read_text())) for rank in range(2)]
+
+    def _launch(self, run: Plan, folder: Path, *, counting: bool = False) -> ForkedProcess:
+        overrides = run.overrides([*self._where, f"run_dir={folder / 'run'}"])
+        options = ["--processes", "2", "--restarts", str(run.restarts), "--", *overrides]
+        return launch(options, folder / "out", before(folder, counting=counting))
+
+    # ---- a run that is hit
+
+    def run(self, run: Plan) -> Result:
+        """Start it again and again until it is done; what became of it."""
+        folder = self.folder / f"seed-{run.seed}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / "plan.json").write_text(json.dumps([asdict(hit) for hit in run.hits], indent=1))
+        begun, codes, slowest = time.monotonic(), [], 0.0
+        verdict = "not done"
+        while len(codes) < STARTS:
+            code = self._start(run, folder)
+            if code != ExitCode.DONE:
+                slowest = max(slowest, self._stop_time(folder, len(codes)))
+            codes.append(code)
+            if code == ExitCode.DONE:
+                verdict = self._compare(run, folder)
+                break
+            if code not in (ExitCode.INTERNAL, ExitCode.INTERRUPTED, -signal.SIGKILL):
+                verdict = f"exit code {code}"
+                break
+        if verdict == "same" and slowest > SOON:
+            verdict = f"stopped after {slowest:.0f} s"
+        struck = [(folder / f"struck.{number}").exists() for number in range(len(run.hits))]
+        return {
+            "seed": run.seed,
+            "layout": run.layout,
+            "hits": [str(hit) for hit in run.hits],
+            "struck": struck,
+            "signals": [hit.signal for hit in run.hits],
+            "targets": ["launcher" if hit.target == LAUNCHER else "rank" for hit in run.hits],
+            "kinds": [hit.kind for hit in run.hits],
+            "codes": codes,
+            "restarts": len(codes) - 1 + (folder / "out").read_text().count("launch: restart "),
+            "stopped": round(slowest, 1),
+            "seconds": round(time.monotonic() - begun, 1),
+            "verdict": verdict,
+        }
+
+    def _start(self, run: Plan, folder: Path) -> int:
+        """One launch to its end; every process of it is gone afterwards. A launcher that was stopped goes on later."""
+        process = self._launch(run, folder)
+        deadline = time.monotonic() + LIMIT
+        woken = 0.0
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                self._end(folder, process)
+                return -1
+            if state(process.pid) == "T":
+                woken = woken or time.monotonic() + TIMEOUT + 2
+                if time.monotonic() > woken:
+                    process.send_signal(signal.SIGCONT)
+                    woken = 0.0
+            time.sleep(0.05)
+        while any(state(pid) for pid in ranks(folder)):
+            if time.monotonic() > deadline:
+                self._end(folder, process)
+                return -1
+            time.sleep(0.05)
+        (folder / f"ended.{len(list(folder.glob('ended.*')))}").write_text(str(time.time()))
+        return process.wait()
+
+    def _end(self, folder: Path, process: ForkedProcess) -> None:
+        for pid in (process.pid, *ranks(folder)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _stop_time(self, folder: Path, start: int) -> float:
+        """Seconds from the last hit of a start to the end of all its processes, where the launcher does not restart."""
+        ended = float((folder / f"ended.{start}").read_text()) if (folder / f"ended.{start}").exists() else 0.0
+        earlier = float((folder / f"ended.{start - 1}").read_text()) if start else 0.0
+        struck = [json.loads(file.read_text())["time"] for file in folder.glob("struck.*")]
+        within = [moment for moment in struck if earlier < moment < ended]
+        return ended - max(within) if within else 0.0
+
+    def _compare(self, run: Plan, folder: Path) -> str:
+        """`same`, or the first difference to the run that nothing hit; in a process of its own, which has a group."""
+        verdict = folder / "verdict"
+
+        def body() -> int:
+            whole = self.folder / "whole" / run.layout.replace(" ", "-") / "run"
+            verdict.write_text(first_difference(whole, folder / "run", STEPS) or "same")
+            return 0
+
+        ForkedProcess(body).wait(LIMIT)
+        return verdict.read_text() if verdict.exists() else "not compared"
+
+
+def write_text(folder: Path) -> None:
+    """Small files of words to train on, always the same."""
+    draw = random.Random(0)
+    folder.mkdir(exist_ok=True)
+    for number in range(60):
+        (folder / f"{number:02}.txt").write_text(" ".join(draw.choices(WORDS, k=100)) + "\n")
+
+
+def calls(counts: Iterable[tuple[str, int]]) -> Calls:
+    """By kind, how many calls each phase had."""
+    found: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    for kind, count in counts:
+        found[kind].append(max(1, count))
+    return found
+
+
+def ranks(folder: Path) -> list[int]:
+    """Process numbers of the ranks of the last start."""
+    return [int(file.read_text()) for file in folder.glob("pid.*") if file.read_text()]
+
+
+def state(pid: int) -> str:
+    """`R`, `S`, `T` (stopped) and so on; empty for a process that is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[0]
+
+
+def line(result: Result) -> str:
+    """What is printed of a run."""
+    hits = "; ".join(
+        f"{hit}{'' if struck else ' (not reached)'}"
+        for hit, struck in zip(result["hits"], result["struck"], strict=True)
+    )
+    return (
+        f"seed {result['seed']:>3}  {result['layout']:<19}  {result['verdict']:<5} {result['restarts']} restarts, "
+        f"{result['seconds']:5.1f} s, stopped in {result['stopped']:4.1f} s  {hits}"
+    )
+
+
+def table(results: Sequence[Result]) -> str:
+    """Hits by signal, target and phase, with how many of their runs ended the same."""
+    rows: Counter[tuple[str, str]] = Counter()
+    good: Counter[tuple[str, str]] = Counter()
+    for result in results:
+        for signal_, target, kind, struck in zip(
+            result["signals"], result["targets"], result["kinds"], result["struck"], strict=True
+        ):
+            if struck:
+                for key in ((f"{signal_} of {'a rank' if target == 'rank' else 'the launcher'}", ""), ("in", kind)):
+                    rows[key] += 1
+                    good[key] += result["verdict"] == "same"
+    listing = [f"{what} {kind}".strip() for what, kind in sorted(rows)]
+    width = max(map(len, listing), default=0)
+    body = [
+        f"{name:<{width}}  {rows[key]:>4} hits, {good[key]:>4} in runs that ended the same"
+        for name, key in zip(listing, sorted(rows), strict=True)
+    ]
+    same = sum(result["verdict"] == "same" for result in results)
+    restarts = sum(result["restarts"] for result in results)
+    slowest = max((result["stopped"] for result in results), default=0)
+    total = (
+        f"{len(results)} runs, {sum(map(sum, (result['struck'] for result in results)))} hits, {restarts} restarts; "
+        f"{same} ended bit for bit as the run that nothing hit; all stopped within {slowest:.0f} s of a hit"
+    )
+    return "\n".join([*body, total])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do the runs; 1 where one differs."""
+    parser = argparse.ArgumentParser(prog="tests.faults.run", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--first", type=int, default=1, help="first seed")
+    parser.add_argument("--seed", type=int, help="this one alone, whether it was done or not")
+    parser.add_argument("--folder", type=Path, default=Path("runs/faults"))
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    folder = arguments.folder / sources()  # of other code nothing is known
+    faults, kept = Faults(folder), folder / "results.jsonl"
+    done = (
+        {result["seed"]: result for result in map(json.loads, kept.read_text().splitlines())} if kept.exists() else {}
+    )
+    seeds = [arguments.seed] if arguments.seed is not None else range(arguments.first, arguments.first + arguments.runs)
+    begun = time.monotonic()
+    counted = {layout: faults.reference(layout) for layout in LAYOUTS}
+    results = []
+    for seed in seeds:
+        if seed not in done or arguments.seed is not None:
+            done[seed] = faults.run(plan(seed, counted))
+            with kept.open("a") as file:
+                print(json.dumps(done[seed]), file=file)
+        results.append(done[seed])
+        print(line(done[seed]), flush=True)
+    print(f"\n{table(results)}\n{time.monotonic() - begun:.0f} s, in {folder}")
+    return int(any(result["verdict"] != "same" for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

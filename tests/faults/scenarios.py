@@ -1,0 +1,179 @@
+"""Launches in which one rank of two does something wrong on purpose. Started once for all of them by `test_scenarios`.
+
+python -m tests.faults.scenarios FOLDER NAME ...
+
+Of each scenario `FOLDER/NAME/out` holds what was printed, and `FOLDER/NAME/end.json` exit code and seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", TORCH_CPP_LOG_LEVEL="ERROR")
+
+import torch
+
+from data.config import DataError
+from data.loading import Datasets
+from nvfp4_train import checkpoint, passes, phase, trainer
+from nvfp4_train.environment import versions
+from tests.faults.forked import launch
+from tests.faults.run import state, write_text
+from tests.trainer.conftest import TINY
+
+SMALL = [
+    "precision=bf16",
+    "model.pattern=M-",
+    "steps=4",
+    "data.micro_batch=1",
+    "data.global_batch=2",
+    "checkpoint.every=2",
+    "evaluation.every=2",
+    "evaluation.sequences=2",
+    "parallel.timeout=3",
+    "optimizer.max_skipped=2",
+]
+BOOM = ValueError("boom")
+Break = Callable[[int, list[str]], None]
+
+
+def on(wanted: int, broken: Callable[[], None]) -> Break:
+    """Something that happens on one rank alone."""
+    return lambda rank, _overrides: broken() if rank == wanted else None
+
+
+def entering(name: str, act: Callable[[], None]) -> Callable[[], None]:
+    """Act when a phase whose name begins so is entered."""
+
+    def install() -> None:
+        real = phase.enter
+
+        def enter(now: str) -> None:
+            real(now)
+            if now.startswith(name):
+                act()
+
+        phase.enter = enter  # type: ignore[assignment]
+
+    return install
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    """A function that raises."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def replaced(module: Any, name: str, value: Any) -> Callable[[], None]:
+    """Put something in place of a name in a module."""
+    return lambda: setattr(module, name, value)
+
+
+def failing_backward() -> None:
+    """Raise when the loss of the second step is differentiated."""
+    real = passes._loss_sum
+
+    def loss_sum(losses: torch.Tensor, **rest: Any) -> Any:
+        if losses.requires_grad and phase.current().endswith("step 2"):
+            losses.register_hook(failing(BOOM))
+        return real(losses, **rest)
+
+    passes._loss_sum = loss_sum
+
+
+def bad_gradient() -> None:
+    """NaN in one gradient of this rank, from step 2 on, before it is added to those of other ranks."""
+    real = trainer.build_quantized_model
+
+    def build(*args: Any) -> Any:
+        built = real(*args)
+        norm = dict(built.chunks[0].named_parameters())["decoder.layers.1.pre_mlp_layernorm.weight"]
+        norm.register_hook(lambda grad: grad * float("nan") if built.runtime.step >= 1 else grad)
+        return built
+
+    trainer.build_quantized_model = build
+
+
+def struck(number: int) -> Callable[[], None]:
+    """Sends this process a signal."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def other_data() -> None:
+    """Another corpus under the same path, as on a node with a copy of its own."""
+    real = Datasets.identity.fget
+    assert real is not None
+    Datasets.identity = property(lambda self: {**real(self), "source data": "another"})  # type: ignore[assignment]
+
+
+def other_rate(rank: int, overrides: list[str]) -> None:
+    """Another command line on rank 1."""
+    if rank == 1:
+        overrides.append("optimizer.lr=0.5")
+
+
+SCENARIOS: dict[str, Break] = {
+    "before start": on(1, entering("start", failing(BOOM))),
+    "start": on(1, replaced(trainer, "build_quantized_model", failing(BOOM))),
+    "data": on(1, entering("data of step 2", failing(BOOM))),
+    "forward": on(1, entering("forward of step 2", failing(BOOM))),
+    "backward": on(1, failing_backward),
+    "update": on(0, entering("update of step 2", failing(BOOM))),
+    "evaluation": on(1, entering("evaluation", failing(BOOM))),
+    "save": on(1, replaced(checkpoint, "random_states", failing(BOOM))),
+    "save on rank 0": on(0, replaced(checkpoint, "random_states", failing(BOOM))),
+    "a mistake": on(1, entering("data of step 2", failing(DataError("no such text")))),
+    "configuration": other_rate,
+    "version": on(1, replaced(trainer, "versions", lambda: {**versions(), "torch": "2.12.0"})),
+    "code": on(1, replaced(trainer, "sources", lambda: "other")),
+    "corpus": on(1, other_data),
+    "nan": on(1, bad_gradient),
+    "stopped": on(1, entering("forward of step 2", struck(signal.SIGSTOP))),
+    "rank 0 stopped": on(0, entering("forward of step 2", struck(signal.SIGSTOP))),
+    "killed": on(1, entering("forward of step 2", struck(signal.SIGKILL))),
+    "interrupted at start": on(1, replaced(trainer, "build_quantized_model", lambda *_: os.kill(os.getpid(), 15))),
+}
+
+
+def play(name: str, root: Path) -> None:
+    """One launch."""
+    folder = root / name
+    folder.mkdir(parents=True)
+    where = [f"data.path={root / 'text'}", f"data.prepared={root / 'prepared'}", f"run_dir={folder / 'run'}"]
+
+    def before(overrides: list[str]) -> Callable[[], None]:
+        rank = int(os.environ["RANK"])
+        (folder / f"pid.{rank}").write_text(str(os.getpid()))
+        SCENARIOS[name](rank, overrides)
+        return lambda: None
+
+    begun = time.monotonic()
+    process = launch(["--processes", "2", "--", *TINY, *SMALL, *where], folder / "out", before)
+    code = process.wait(120)
+    left = [rank for rank in range(2) if state(int((folder / f"pid.{rank}").read_text()))]
+    end = {"code": code, "seconds": time.monotonic() - begun, "left": left}
+    (folder / "end.json").write_text(json.dumps(end))
+
+
+def main() -> None:
+    """All scenarios named, or all there are."""
+    torch.set_num_threads(1)
+    root = Path(sys.argv[1])
+    root.mkdir(parents=True, exist_ok=True)
+    write_text(root / "text")
+    for name in sys.argv[2:] or SCENARIOS:
+        play(name, root)
+
+
+if __name__ == "__main__":
+    main()
