@@ -10,6 +10,7 @@ from tests.faults.moments import KINDS, LAUNCHER, Hit
 from tests.trainer.conftest import TINY
 
 STEPS, SAVES, TIMEOUT = 10, 3, 6.0
+SEEDS = (3, 6)  # those that every test run repeats, of the first layout
 LAYOUTS: dict[str, list[str]] = {
     "replicas nvfp4": ["precision=nvfp4"],
     "sharded fp8_delayed": ["precision=fp8_delayed", "parallel=replicas"],

@@ -1,14 +1,16 @@
-"""Launches in which one rank of two does something wrong on purpose. Started once for all of them by `test_scenarios`.
+"""Launches in which one rank of two does something wrong on purpose. Started once for all of them by `test_faults`.
 
-python -m tests.faults.scenarios FOLDER NAME ...
+python -m tests.faults.scenarios FOLDER [NAME ...]
 
-Of each scenario `FOLDER/NAME/out` holds what was printed, and `FOLDER/NAME/end.json` exit code and seconds.
+Of each scenario `FOLDER/NAME/out` holds what was printed, and `FOLDER/NAME/end.json` exit code and seconds. Without a
+name all are played, and then the seeds of `make faults` that the tests look at.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -23,9 +25,10 @@ import torch
 from data.config import DataError
 from data.loading import Datasets
 from nvfp4_train import checkpoint, passes, phase, trainer
-from nvfp4_train.environment import versions
+from nvfp4_train.environment import environment_that_counts, versions
 from tests.faults.forked import launch
-from tests.faults.run import state, write_text
+from tests.faults.plan import LAYOUTS, SEEDS, plan
+from tests.faults.run import Faults, state, write_text
 from tests.trainer.conftest import TINY
 
 SMALL = [
@@ -34,7 +37,7 @@ SMALL = [
     "steps=4",
     "data.micro_batch=1",
     "data.global_batch=2",
-    "checkpoint.every=2",
+    "checkpoint.every=1",
     "evaluation.every=2",
     "evaluation.sequences=2",
     "parallel.timeout=3",
@@ -116,6 +119,11 @@ def other_data() -> None:
     Datasets.identity = property(lambda self: {**real(self), "source data": "another"})  # type: ignore[assignment]
 
 
+def other_environment() -> dict[str, str]:
+    """A variable that only one rank has."""
+    return {**environment_that_counts(), "NVTE_FUSED": "1"}
+
+
 def other_rate(rank: int, overrides: list[str]) -> None:
     """Another command line on rank 1."""
     if rank == 1:
@@ -123,6 +131,7 @@ def other_rate(rank: int, overrides: list[str]) -> None:
 
 
 SCENARIOS: dict[str, Break] = {
+    "nan": on(1, bad_gradient),
     "before start": on(1, entering("start", failing(BOOM))),
     "start": on(1, replaced(trainer, "build_quantized_model", failing(BOOM))),
     "data": on(1, entering("data of step 2", failing(BOOM))),
@@ -130,14 +139,15 @@ SCENARIOS: dict[str, Break] = {
     "backward": on(1, failing_backward),
     "update": on(0, entering("update of step 2", failing(BOOM))),
     "evaluation": on(1, entering("evaluation", failing(BOOM))),
+    "load": on(1, replaced(checkpoint, "load", failing(BOOM))),
     "save": on(1, replaced(checkpoint, "random_states", failing(BOOM))),
     "save on rank 0": on(0, replaced(checkpoint, "random_states", failing(BOOM))),
     "a mistake": on(1, entering("data of step 2", failing(DataError("no such text")))),
     "configuration": other_rate,
     "version": on(1, replaced(trainer, "versions", lambda: {**versions(), "torch": "2.12.0"})),
     "code": on(1, replaced(trainer, "sources", lambda: "other")),
+    "environment": on(1, replaced(trainer, "environment_that_counts", other_environment)),
     "corpus": on(1, other_data),
-    "nan": on(1, bad_gradient),
     "stopped": on(1, entering("forward of step 2", struck(signal.SIGSTOP))),
     "rank 0 stopped": on(0, entering("forward of step 2", struck(signal.SIGSTOP))),
     "killed": on(1, entering("forward of step 2", struck(signal.SIGKILL))),
@@ -146,9 +156,11 @@ SCENARIOS: dict[str, Break] = {
 
 
 def play(name: str, root: Path) -> None:
-    """One launch."""
+    """One launch; of "load" the second one, which goes on from a checkpoint."""
     folder = root / name
     folder.mkdir(parents=True)
+    if name == "load":
+        shutil.copytree(root / "nan" / "run", folder / "run")
     where = [f"data.path={root / 'text'}", f"data.prepared={root / 'prepared'}", f"run_dir={folder / 'run'}"]
 
     def before(overrides: list[str]) -> Callable[[], None]:
@@ -173,6 +185,11 @@ def main() -> None:
     write_text(root / "text")
     for name in sys.argv[2:] or SCENARIOS:
         play(name, root)
+    if not sys.argv[2:]:
+        faults, layout = Faults(root / "faults"), next(iter(LAYOUTS))
+        calls = {layout: faults.reference(layout)}
+        for seed in SEEDS:
+            (root / f"seed-{seed}.json").write_text(json.dumps(faults.run(plan(seed, calls))))
 
 
 if __name__ == "__main__":
