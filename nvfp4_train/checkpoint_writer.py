@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from data.quiet import quiet
 from models.megatron_cpu import megatron_device
 from nvfp4_train import checkpoint_files as files
+from nvfp4_train import phase
 from nvfp4_train.checkpoint import TrainingState, content
 from nvfp4_train.checkpoint_files import Header
 from nvfp4_train.config import CheckpointConfig
@@ -217,6 +218,7 @@ class CheckpointWriter:
             CheckpointError: no room. What was begun is removed; older ones stay.
         """
         self.finish()
+        phase.enter(f"save after step {header.step}")
         start = time.perf_counter()
         tensors = content(state, self._world)
         needed = sum(gather(_bytes_of(tensors), self._world))
@@ -262,6 +264,7 @@ class CheckpointWriter:
             self._flight = None
 
     def _publish(self, flight: _Flight, start: float) -> None:
+        phase.enter(f"save after step {flight.header.step}")
         parts = gather(flight.write.part(), self._world)
         self._flight = None
         with self._removed_on_failure(flight.temporary, flight.needed):
