@@ -63,8 +63,8 @@ def process_groups(parallel: ParallelConfig, seed: int, settings: Mapping[str, A
 
     Under torchrun (`RANK` and `WORLD_SIZE` set) joins its world, whose ranks then watch each other; otherwise this
     process is a world of one and needs no network. Groups that already stand are used and left standing. A GPU works on
-    a stream of its own within the block: the default one cannot be recorded in CUDA graphs, and gradients arrive where a
-    parameter's accumulator was made.
+    a stream of its own within the block: the default one cannot be recorded in CUDA graphs, and gradients arrive where
+    a parameter's accumulator was made.
 
     Args:
         settings: what must be the same on all ranks, as nested JSON values; compared before anything else.

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from launch.agent import decisive, described, reason
 from launch.run import PORT, parse
+from nvfp4_train import phase
 from nvfp4_train.config import ConfigError
 from nvfp4_train.exits import leave_reason
 
@@ -87,9 +88,10 @@ def test_whose_end_counts(codes: dict[int, int], counts: int) -> None:
 def test_a_reason_is_left_once_where_the_launcher_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "0" / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    phase.enter("data of step 3")
     leave_reason("first")
     leave_reason("second")
     failure = ProcessFailure(0, 1, 1, str(file))
-    assert reason(failure) == "in start: first"
+    assert reason(failure) == "in data of step 3: first"
     assert failure.timestamp == pytest.approx(time.time(), abs=60)
     assert reason(ProcessFailure(0, 1, -9, str(tmp_path / "none"))) == ""
