@@ -24,6 +24,8 @@ with quiet():
     from nvfp4_train.precision.phases import Passes
     from nvfp4_train.setup import build_quantized_model, compute_capability
 
+RECIPE = Passes()
+
 
 class TrainingStep:
     """A model in its recipe; each call is one optimizer step on the same random tokens.
@@ -53,7 +55,7 @@ class TrainingStep:
         for _ in range(warm_up):
             self()
 
-    def __call__(self, sample_health: bool = False, passes: Passes = Passes()) -> None:  # noqa: B008
+    def __call__(self, sample_health: bool = False, passes: Passes = RECIPE) -> None:
         """One step; with `sample_health`, health is measured on its first micro-batch and read off."""
         self.runtime.sample_health = sample_health
         self.runtime.begin_step(self.step, passes)
