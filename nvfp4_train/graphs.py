@@ -89,7 +89,7 @@ class MicroBatchGraphs:
         """Drop what is recorded and its memory; the next step records anew."""
         for graph in self._graphs.values():
             graph.reset()
-        self._graphs, self._pool, self._pool_bytes = {}, None, 0
+        self._graphs, self._pool, self._pool_bytes, self._amaxes = {}, None, 0, frozenset()
         self._runtime.weights_changed()
 
     def _fill(self, batch: Batch) -> None:

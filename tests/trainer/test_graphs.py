@@ -49,7 +49,7 @@ def documents(step: TrainingStep) -> None:
 
 
 def train(config: RunConfig, world: World, *, apart: bool = False, sampled: int | None = None) -> list[torch.Tensor]:
-    """Losses of some steps, and all weights after them; tokens change from step to step."""
+    """Losses of some steps, and all weights and amax histories after them; tokens change from step to step."""
     step = TrainingStep(config, world, warm_up=0)
     losses = []
     for number in range(STEPS):
@@ -60,7 +60,7 @@ def train(config: RunConfig, world: World, *, apart: bool = False, sampled: int 
         step(sample_health=number == sampled)
         losses.append(step.loss)
     weights = [parameter.detach().clone() for _, parameter in named_parameters(step.chunks)]
-    return [torch.tensor(losses, dtype=torch.float64), *weights]
+    return [torch.tensor(losses, dtype=torch.float64), *weights, *step.runtime.state_dict().values()]
 
 
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -85,17 +85,21 @@ def test_a_step_whose_health_is_sampled_runs_between_graphs(world: World) -> Non
     assert_same(train(small("nvfp4"), world, sampled=3), plain)
 
 
-def test_a_phase_records_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def phases(config: RunConfig) -> list[torch.Tensor]:
-        step = TrainingStep(config, world, warm_up=0)
-        losses = []
-        for passes in (Passes(), Passes(), Passes(), *3 * [Passes(forward="bf16")], Passes(), Passes()):
-            step(passes=passes)
-            losses.append(step.loss)
-        weights = [parameter.detach().clone() for _, parameter in named_parameters(step.chunks)]
-        return [torch.tensor(losses, dtype=torch.float64), *weights]
+def phases(config: RunConfig, world: World) -> list[torch.Tensor]:
+    """As `train`, with a phase of BF16 forward passes within, and amax histories beside the weights."""
+    step = TrainingStep(config, world, warm_up=0)
+    losses = []
+    for passes in (*3 * [Passes()], *3 * [Passes(forward="bf16")], *3 * [Passes()]):
+        step(passes=passes)
+        losses.append(step.loss)
+    weights = [parameter.detach().clone() for _, parameter in named_parameters(step.chunks)]
+    return [torch.tensor(losses, dtype=torch.float64), *weights, *step.runtime.state_dict().values()]
 
-    assert_same(phases(small("nvfp4")), phases(small("nvfp4", "parallel.cuda_graphs=never")))
+
+@pytest.mark.parametrize("precision", ["nvfp4", "fp8_delayed"])
+def test_a_phase_records_anew(precision: str, world: World) -> None:
+    plain = phases(small(precision, "parallel.cuda_graphs=never"), world)
+    assert_same(phases(small(precision), world), plain)
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
