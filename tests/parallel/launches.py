@@ -13,28 +13,33 @@ from typing import Any
 import torch
 
 Ranks = list[dict[str, Any]]
+Jobs = Mapping[str, Sequence[str]]
 
 
-def launch(
-    folder: Path, processes: int, jobs: Mapping[str, Sequence[str]], worker: str = "tests.parallel.worker"
-) -> dict[str, Ranks]:
-    """What every rank found in each job, by job; one start of `processes` processes for all of them."""
+def launch(folder: Path, jobs: Mapping[int, Jobs], worker: str = "tests.parallel.worker") -> dict[str, Ranks]:
+    """What every rank found in each job, by job.
+
+    Args:
+        jobs: number of processes -> name -> overrides; the numbers one after the other, all from one start, so that
+            libraries are imported once.
+        worker: module that does them, see `worker.main`.
+    """
     folder.mkdir(parents=True)
-    (folder / "jobs.json").write_text(json.dumps({name: list(overrides) for name, overrides in jobs.items()}))
-    command = [sys.executable, "-W", "ignore", "-m", worker]
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    environment = {**os.environ, **threads, "WORLD_SIZE": str(processes)}
-    logs = [folder / f"log{rank}" for rank in range(processes)]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)], stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(timeout=600) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert not any(codes), "\n".join(f"rank {rank}: {log.read_text()[-3000:]}" for rank, log in enumerate(logs))
-    return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(processes)] for name in jobs}
+    (folder / "jobs.json").write_text(json.dumps({size: dict(named) for size, named in jobs.items()}))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", worker, str(folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    logs = "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(folder.glob("log*")))
+    assert done.returncode == 0, f"{done.stdout}\n{logs}"
+    return {
+        name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(size)]
+        for size, named in jobs.items()
+        for name in named
+    }

@@ -62,13 +62,16 @@ class Runs:
         self._where = [f"data.path={text}", f"data.prepared={prepared}"]
         self.found: dict[str, Ranks] = {}
 
-    def launch(self, processes: int, jobs: dict[str, list[str]]) -> None:
-        """Run jobs (name -> overrides) in one start of so many processes."""
+    def launch(self, jobs: dict[int, dict[str, list[str]]]) -> None:
+        """Run jobs (processes -> name -> overrides) in one start."""
         made = {
-            name: [f"stop_after={STEPS}", *MODEL, *self._where, f"run_dir={self._folder / name}", *overrides]
-            for name, overrides in jobs.items()
+            processes: {
+                name: [f"stop_after={STEPS}", *MODEL, *self._where, f"run_dir={self._folder / name}", *overrides]
+                for name, overrides in named.items()
+            }
+            for processes, named in jobs.items()
         }
-        self.found |= launch(self._folder / f"of {processes}", processes, made)
+        self.found = launch(self._folder / "launch", made)
 
     def metrics(self, name: str) -> list[Metrics]:
         """Lines of a run."""
@@ -103,14 +106,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, text: Path, prepared: Path) -
     }
     both["sequence nvfp4"].append("stop_after=20")
     both |= {f"{layout} fp8_delayed": ["precision=fp8_delayed", *EQUAL[layout]] for layout in ("data", "interleaved")}
-    made.launch(1, {f"one {recipe}": [f"precision={recipe}"] for recipe in (*RECIPES, "fp8_delayed")} | {"tied": TIED})
-    made.launch(2, {**both, "tied pipeline": [*TIED, PIPELINE]})
+    alone = {f"one {recipe}": [f"precision={recipe}"] for recipe in (*RECIPES, "fp8_delayed")}
     four = {
         f"{layout} {recipe}": [f"precision={recipe}", *overrides]
         for layout, overrides in SPLIT_TWICE.items()
         for recipe in RECIPES
     }
-    made.launch(4, four)
+    made.launch({1: alone | {"tied": TIED}, 2: {**both, "tied pipeline": [*TIED, PIPELINE]}, 4: four})
     return made
 
 

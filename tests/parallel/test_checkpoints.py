@@ -52,11 +52,13 @@ class Runs:
         self.found: dict[str, Ranks] = {}
 
     def go(self) -> None:
-        """All of them, in one start for each number of processes."""
+        """All of them, in one start."""
         train(compose([*self._always, f"run_dir={self.folder / 'one'}"]))
-        for processes in (2, 4):
-            jobs = {name: self._overrides(name) for name, (_, size, _) in CHAIN.items() if size == processes}
-            self.found |= launch(self.folder / f"of {processes}", processes, jobs, "tests.parallel.checkpoint_worker")
+        jobs = {
+            processes: {name: self._overrides(name) for name, (_, size, _) in CHAIN.items() if size == processes}
+            for processes in (2, 4)
+        }
+        self.found = launch(self.folder / "launch", jobs, "tests.parallel.checkpoint_worker")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "Trainer", Resumed)
             train(compose(self._overrides("one again")))

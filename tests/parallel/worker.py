@@ -1,17 +1,21 @@
 """Trains a small model in one layout after another and writes what came of each. Started by `launches`.
 
-python -m tests.parallel.worker RANK FOLDER
+python -m tests.parallel.worker FOLDER
 
-`FOLDER/jobs.json` maps the name of each job to the overrides of its configuration; a job whose model is split over
-fewer ranks than there are is data parallel over the rest. Each rank writes `FOLDER/NAME.RANK.pt`.
+`FOLDER/jobs.json` maps a number of processes to the jobs that so many do, and the name of each job to the overrides of
+its configuration; a job whose model is split over fewer ranks than there are is data parallel over the rest. Each rank
+writes `FOLDER/NAME.RANK.pt`, and `FOLDER/logOF.RANK`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +124,49 @@ def run(overrides: list[str], world_size: int) -> dict[str, Any]:
     }
 
 
-def main(run: Callable[[list[str], int], dict[str, Any]]) -> None:
-    """Join the other processes and do every job: `run` with its overrides and the number of processes."""
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    jobs: dict[str, list[str]] = json.loads((folder / "jobs.json").read_text())
-    size = int(os.environ["WORLD_SIZE"])
+Run = Callable[[list[str], int], dict[str, Any]]
+
+
+def main(run: Run) -> None:
+    """Do all jobs, `run` with the overrides of each and the number of processes: forks of this one, which has imported
+    everything and started nothing.
+    """
+    folder = Path(sys.argv[1])
+    for size, jobs in json.loads((folder / "jobs.json").read_text()).items():
+        ranks = {fork(partial(do_all, run, folder, rank, int(size), jobs)) for rank in range(int(size))}
+        while ranks:
+            process, status = os.wait()
+            ranks.remove(process)
+            if status:
+                for other in ranks:
+                    os.kill(other, signal.SIGKILL)
+                sys.exit(f"one of {size} processes ended with {os.waitstatus_to_exitcode(status)}")
+
+
+def fork(action: Callable[[], None]) -> int:
+    """The number of a process that does `action` and ends."""
+    sys.stdout.flush()
+    process = os.fork()
+    if process == 0:
+        try:
+            action()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    return process
+
+
+def do_all(run: Run, folder: Path, rank: int, size: int, jobs: dict[str, list[str]]) -> None:
+    """Join the other processes and do every job."""
+    log = os.open(folder / f"log{size}.{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
+    store = dist.FileStore(str(folder / f"store{size}"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     for name, overrides in jobs.items():
         torch.save(run(overrides, size), folder / f"{name}.{rank}.pt")
         parallel_state.destroy_model_parallel()
