@@ -47,7 +47,7 @@ from nvfp4_train import phase
 from nvfp4_train.checkpoint import TrainingState, content
 from nvfp4_train.checkpoint_files import Header
 from nvfp4_train.config import CheckpointConfig
-from nvfp4_train.distributed import World, any_rank, gather, no_new_teams, on_main
+from nvfp4_train.distributed import World, any_rank, gather, gather_on_main, no_new_teams, on_main
 from nvfp4_train.storage import named
 
 Say = Callable[[str], None]
@@ -68,34 +68,36 @@ class _Plan(TorchDistSaveShardedStrategy):
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank wrote of a checkpoint, or why it could not.
+    """What became of one rank's part of a checkpoint.
 
     Attributes:
         host: of the rank.
         seconds: from the copy to the flushed and summed files.
-        sums: SHA-256 of each file.
         bytes: of the files.
-        results: where each tensor lies, for the index.
         failure: what went wrong, None where all went well; an OSError is complete, of others the text.
     """
 
     host: str
     seconds: float
-    sums: dict[str, str]
     bytes: int
-    results: list[Any]
     failure: OSError | str | None
 
 
 class _Write(threading.Thread):
-    """This rank's part of one checkpoint, from the copy in memory to the disk. Leaves no exception behind."""
+    """This rank's part of one checkpoint, from the copy in memory to the disk. Leaves no exception behind.
 
-    def __init__(self, plan: _Plan) -> None:
+    Attributes:
+        sums: SHA-256 of each file.
+        results: where each tensor lies, for the index.
+        failure: what went wrong so far.
+    """
+
+    def __init__(self, writer: FileSystemWriterAsync) -> None:
         super().__init__(name="checkpoint", daemon=True)
-        self._writer = plan.writer
-        self._sums: dict[str, str] = {}
+        self._writer = writer
+        self.sums: dict[str, str] = {}
+        self.results: list[Any] = []
         self._bytes = 0
-        self._results: list[Any] = []
         self._abandoned = threading.Event()
         self._begin = self._end = time.perf_counter()
         self.failure: BaseException | None = None
@@ -104,6 +106,7 @@ class _Write(threading.Thread):
         """Return when training may change what is saved. A failure to copy is this rank's failure to write."""
         try:
             self._buckets = [_copied(bucket) for bucket in self._writer.write_buckets or []]
+            self._writer.write_buckets = None
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self._begin = time.perf_counter()
@@ -136,9 +139,9 @@ class _Write(threading.Thread):
             if isinstance(results, BaseException):
                 raise results
             with open(path, "rb") as file:
-                self._sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+                self.sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
                 self._bytes += os.fstat(file.fileno()).st_size
-        self._results += results
+        self.results += results
 
     def _unless_abandoned(self, tensors: list[Any]) -> Iterator[Any]:
         for item in tensors:
@@ -157,7 +160,7 @@ class _Write(threading.Thread):
         error, failure = self.failure, None
         if error is not None:
             failure = _refusal(error) or f"{type(error).__name__}: {error}"
-        return Part(socket.gethostname(), self._end - self._begin, self._sums, self._bytes, self._results, failure)
+        return Part(socket.gethostname(), self._end - self._begin, self._bytes, failure)
 
 
 def _copied(bucket: Bucket) -> Bucket:
@@ -183,14 +186,13 @@ class _Flight:
 
     Attributes:
         header, temporary, needed: of the checkpoint; the folder it is written in; the bytes it takes.
-        plan, write: who writes what; this rank's thread.
+        write: this rank's thread.
         waited: seconds that training waited for it so far.
     """
 
     header: Header
     temporary: Path
     needed: int
-    plan: _Plan
     write: _Write
     waited: float = 0.0
 
@@ -210,26 +212,33 @@ class CheckpointWriter:
     ) -> None:
         self._root, self._config, self._world, self._say, self._resumed = root, config, world, say, resumed
         self._flight: _Flight | None = None
+        self._plan = _Plan()
+        self._strategy: _Plan | FullyParallelSaveStrategyWrapper | None = None
 
-    def request(self, state: TrainingState, header: Header) -> None:
+    def request(self, state: TrainingState, header: Header, since: float | None = None) -> None:
         """Begin to save `state` as it is now. Waits for the save before, if that is still under way. On all ranks.
+
+        Args:
+            state: of the same parts each time.
+            since: when training began to wait for this save, as `time.perf_counter` has it; by default now.
 
         Raises:
             CheckpointError: no room. What was begun is removed; older ones stay.
         """
+        before = 0.0 if since is None else time.perf_counter() - since
         self.finish()
         phase.enter(f"save after step {header.step}")
-        start = time.perf_counter()
+        start = time.perf_counter() - before
         tensors = content(state, self._world)
         needed = sum(gather(_bytes_of(tensors), self._world))
         token = gather(secrets.token_hex(2), self._world)[0]  # what a lost rank of a former start writes goes elsewhere
         temporary = files.temporary_folder(self._root, header.step, token)
         on_main(self._world, partial(_prepare, self._root, temporary, needed))
         with self._removed_on_failure(temporary, needed):
-            plan = _planned(tensors, temporary, self._world)
-        write = _Write(plan)
+            self._agree(tensors, temporary)
+        write = _Write(self._plan.writer)
         write.copy_and_start()
-        self._flight = _Flight(header, temporary, needed, plan, write, time.perf_counter() - start)
+        self._flight = _Flight(header, temporary, needed, write, time.perf_counter() - start)
         self._say(
             f"checkpoint {_name(header)}: requested, {needed / 1e6:.1f} MB; "
             f"training waited {self._flight.waited:.2f} s and goes on"
@@ -263,13 +272,27 @@ class CheckpointWriter:
             self._flight.write.abandon()
             self._flight = None
 
+    def _agree(self, tensors: dict[str, Any], folder: Path) -> None:
+        """Agree on who writes what: of what several replicas hold, each writes a share, the same each time."""
+        # Megatron hands results of its writers through a queue that it makes with a spawned process: 3 s, and a child
+        # that signals reach. Nobody uses it here.
+        filesystem_async._results_queue = queue.Queue()
+        first = self._strategy is None
+        if self._strategy is None:
+            replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            shared = replicas.size() > 1
+            self._strategy = FullyParallelSaveStrategyWrapper(self._plan, replicas, True) if shared else self._plan
+        with megatron_device(), quiet(), no_new_teams():
+            dist_checkpointing.save(tensors, str(folder), self._strategy, first, True, async_strategy="mcore")
+
     def _publish(self, flight: _Flight, start: float) -> None:
         phase.enter(f"save after step {flight.header.step}")
         parts = gather(flight.write.part(), self._world)
         self._flight = None
         with self._removed_on_failure(flight.temporary, flight.needed):
             _raise_failure(parts, flight)
-            on_main(self._world, partial(self._finish_files, flight, parts))
+            written = gather_on_main((flight.write.sums, flight.write.results), self._world)
+            on_main(self._world, partial(self._finish_files, flight, written))
         flight.waited += time.perf_counter() - start
         size, seconds = sum(part.bytes for part in parts), max(part.seconds for part in parts)
         self._say(
@@ -277,11 +300,11 @@ class CheckpointWriter:
             f"training waited {flight.waited:.2f} s in all"
         )
 
-    def _finish_files(self, flight: _Flight, parts: list[Part]) -> None:
-        """On the main rank, when all parts are on the disk."""
-        sums = {name: found for part in parts for name, found in part.sums.items()}
-        flight.plan.writer.finish(flight.plan.index, [part.results for part in parts])
-        save_config(CheckpointingConfig(flight.plan.backend, flight.plan.version), str(flight.temporary))
+    def _finish_files(self, flight: _Flight, written: list[tuple[dict[str, str], list[Any]]]) -> None:
+        """On the main rank, when all parts are on the disk; `written`: each rank's sums and places of tensors."""
+        sums = {name: found for own, _ in written for name, found in own.items()}
+        self._plan.writer.finish(self._plan.index, [results for _, results in written])
+        save_config(CheckpointingConfig(self._plan.backend, self._plan.version), str(flight.temporary))
         files.publish(flight.temporary, files.step_folder(self._root, flight.header.step), flight.header, sums)
         spared = () if self._resumed is None else (self._resumed,)
         files.drop_old(self._root, self._config.keep, self._config.keep_every, spared)
@@ -305,19 +328,6 @@ def _prepare(root: Path, temporary: Path, needed: int) -> None:
     files.remove_temporary(root)
     files.check_room(root, needed)
     temporary.mkdir()
-
-
-def _planned(tensors: dict[str, Any], folder: Path, world: World) -> _Plan:
-    """Agree on who writes what: of what several replicas hold, each writes a share."""
-    # Megatron hands results of its writers through a queue that it makes with a spawned process: 3 s, and a child that
-    # signals reach. Nobody uses it here.
-    filesystem_async._results_queue = queue.Queue()
-    plan: Any = _Plan()
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    strategy = plan if replicas.size() == 1 else FullyParallelSaveStrategyWrapper(plan, replicas)
-    with megatron_device(), quiet(), no_new_teams():
-        dist_checkpointing.save(tensors, str(folder), strategy, async_sharded_save=True, async_strategy="mcore")
-    return plan
 
 
 def _raise_failure(parts: list[Part], flight: _Flight) -> None:

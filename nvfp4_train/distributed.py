@@ -214,6 +214,15 @@ def gather(item: Any, world: World) -> list[Any]:
     return [item] if world.size == 1 else gather_over(dist.group.WORLD, item)
 
 
+def gather_on_main(item: Any, world: World) -> list[Any]:
+    """`item` of every rank, in the order of ranks, on the main rank alone; elsewhere an empty list."""
+    if world.size == 1:
+        return [item]
+    items: list[Any] = [None] * world.size if world.is_main else []
+    dist.gather_object(item, items if world.is_main else None, dst=0)
+    return items
+
+
 def gather_data_parallel(item: Any, world: World) -> list[Any]:
     """`item` of every data-parallel rank, in their order."""
     return [item] if world.data_size == 1 else gather_over(parallel_state.get_data_parallel_group(), item)

@@ -341,6 +341,7 @@ class Trainer:
     def _save(self) -> bool:
         """Request a checkpoint of this step; False where the weights are not finite, which are never saved."""
         phase.enter(f"save after step {self.step}")
+        start = time.perf_counter()
         gather_parameters(self.parallel_chunks)
         bad = gather(gradients.first_bad_weight(self.chunks), self.world)
         if any(bad):
@@ -359,7 +360,7 @@ class Trainer:
             data=self.datasets.identity,
         )
         self.metrics.flush()
-        self.checkpoints.request(self._state(), header)
+        self.checkpoints.request(self._state(), header, start)
         self.saved_step = self.step
         return True
 

@@ -42,7 +42,8 @@ def checkpoint_tensors(path: Path) -> dict[str, torch.Tensor]:
     found = dist_checkpointing.load_plain_tensors(str(path))
     histories, common = found.pop("precision"), found.pop("optimizer")
     plain = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
-    return plain | histories | {"step": common["state"]["common_step"]}
+    named = {f"history {name}": history for name, history in histories.items()}  # of weights, too
+    return plain | named | {"step": common["state"]["common_step"]}
 
 
 def assert_same_run(one: RunConfig, other: RunConfig, steps: int = 4) -> None:
