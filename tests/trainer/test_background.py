@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nvfp4_train.checkpoint_files import CheckpointError, latest, saved_steps
 from nvfp4_train.checkpoint_writer import CheckpointWriter, FileSystemWriterAsync
@@ -18,7 +19,7 @@ from nvfp4_train.config import RunConfig
 from nvfp4_train.exits import ExitCode
 from nvfp4_train.trainer import Trainer, train
 from tests.trainer.conftest import Make
-from tests.trainer.test_resume import assert_same_run
+from tests.trainer.test_resume import assert_same_run, tensors
 
 OPTIONS = ("bf16", "steps=5", "checkpoint.keep=0", "evaluation.sequences=0")
 At = Callable[[int, Callable[[], None]], None]
@@ -81,6 +82,9 @@ def test_training_goes_on_and_latest_moves_last(
     whole = make(*OPTIONS, run="whole")
     assert train(whole) == ExitCode.DONE
     assert_same_run(whole, config, 5)
+    for step in (2, 4):  # what was saved is what it was when it was asked for
+        written = tensors(config, step)
+        assert all(torch.equal(written[key], value) for key, value in tensors(whole, step).items())
 
 
 def test_a_signal_in_a_save_ends_it_and_saves_once_more(
