@@ -101,26 +101,41 @@ def test_a_machine_without_a_driver_is_a_cpu_machine(monkeypatch: pytest.MonkeyP
     check_cuda()
 
 
+def kernel_of_three_tiles(monkeypatch: pytest.MonkeyPatch) -> triton.runtime.Autotuner:
+    """In a module of mamba-ssm's, loaded before anybody chose."""
+
+    def kernel(x, BLOCK_SIZE_M):  # type: ignore[no-untyped-def]
+        pass
+
+    tiles = [
+        triton.Config({"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": 32}, num_stages=s) for m, s in ((64, 2), (32, 3), (32, 2))
+    ]
+    tuned = triton.autotune(configs=tiles, key=["x"])(triton.jit(kernel))
+    for name in ("mamba_ssm.utils.determinism", "mamba_ssm.ops.triton.ssd_combined", "mamba_ssm.ops.triton.ssd_bmm"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["mamba_ssm.ops.triton.ssd_bmm"].bmm = triton.heuristics({})(tuned)  # type: ignore[attr-defined]
+    return tuned
+
+
 def test_sums_in_one_order_for_torch_cublas_and_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
-    mamba = ModuleType("mamba_ssm.utils.determinism")
-    mamba.set_deterministic_mode = told.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, mamba.__name__, mamba)
-    monkeypatch.setattr(triton.knobs.autotuning, "cache", False)
+    tuned = kernel_of_three_tiles(monkeypatch)
+    sys.modules["mamba_ssm.utils.determinism"].set_deterministic_mode = told.append  # type: ignore[attr-defined]
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "0")  # numbers follow the configuration alone
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     try:
         assert fix_order_of_sums(True, torch.device("cpu")) == ""
-        assert not told
+        assert told == []
         assert not torch.are_deterministic_algorithms_enabled()
+        assert "any order" in fix_order_of_sums(False, torch.device("cuda"))
+        assert len(tuned.configs) == 3
+        assert tuned.cache_results
         assert "one fixed order" in fix_order_of_sums(True, torch.device("cuda"))
         assert torch.are_deterministic_algorithms_enabled()
-        assert told == [True]
+        assert told == [False, True]
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-        assert not triton.knobs.autotuning.cache
+        assert [(tile.kwargs["BLOCK_SIZE_M"], tile.num_stages) for tile in tuned.configs] == [(32, 2)]
         assert "any order" in fix_order_of_sums(False, torch.device("cuda"))
         assert not torch.are_deterministic_algorithms_enabled()
-        assert told == [True, False]
-        assert triton.knobs.autotuning.cache
     finally:
         torch.use_deterministic_algorithms(False)
