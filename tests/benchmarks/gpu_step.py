@@ -181,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"by default all of: {', '.join(CASES)}")
     parser.add_argument("--profile", action="store_true", help="list the longest kernels of each case")
+    parser.add_argument("--deterministic", action="store_true", help="only kernels that add in one fixed order")
     chosen = parser.parse_args(arguments)
     columns = (
         ("ms", 8),
@@ -195,12 +196,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     header = " ".join([f"{'case':<24}", *(f"{text:>{width}}" for text, width in columns), "planned", " ratio"])
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n{header}")
     baselines: dict[str, float] = {}
-    first = compose([*CASES["1b bf16"]])
+    first, order = compose([*CASES["1b bf16"]]), f"deterministic={str(chosen.deterministic).lower()}"
     with process_groups(first.parallel, first.seed) as world:
         for name in chosen.cases or CASES:
             size, _, recipe = name.partition(" ")
             try:
-                config = compose(list(CASES[name]))
+                config = compose([*CASES[name], order])
                 found = measure(partial(_step, config, world, recipe == MEGATRON), config, chosen.profile)
             except Exception:
                 traceback.print_exc(limit=-4)
