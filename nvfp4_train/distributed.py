@@ -195,9 +195,15 @@ def any_rank(flag: bool, world: World) -> bool:
     return bool(agreed.item())
 
 
+def stage_group() -> dist.ProcessGroup:
+    """All ranks that hold the same linears: those of a pipeline stage."""
+    group: dist.ProcessGroup = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+    return group
+
+
 def largest_over_stage(values: torch.Tensor) -> None:
-    """In place, the maximum over all ranks that hold the same linears: those of a pipeline stage."""
-    group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+    """In place, the maximum over all ranks of the pipeline stage."""
+    group = stage_group()
     if group.size() > 1:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
 

@@ -111,6 +111,7 @@ def score(config: RunConfig, path: Path, say: Say) -> dict[str, Any]:
         from nvfp4_train.evaluation import validation_metrics
         from nvfp4_train.layout import choose_backend
         from nvfp4_train.setup import build_quantized_model, check_same_data, compute_capability, open_datasets
+    config = replace(config, logging=replace(config.logging, health_every=0))  # of training steps
     with process_groups(config.parallel, config.seed) as world:
         say(choose_backend(config, compute_capability(world.device)).line(config.precision))
         datasets = open_datasets(config, say)

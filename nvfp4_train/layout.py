@@ -173,7 +173,14 @@ def choose_backend(config: RunConfig, capability: tuple[int, int] | None) -> Bac
     parallel, precision = config.parallel, config.precision
     linears = assign(precision, linear_shapes(config.model), parallel.tensor)
     backend = backends.choose_backend(precision, linears, capability, _find_transformer_engine)
-    if backend.name != "transformer_engine" or parallel.tensor * parallel.context == 1:
+    if backend.name != "transformer_engine":
+        return backend
+    if config.logging.health_every:
+        raise PrecisionError(
+            f"logging.health_every={config.logging.health_every}: Transformer Engine does not show what it quantizes, "
+            "so there is no health to measure. Write logging.health_every=0, or precision.backend=emulated."
+        )
+    if parallel.tensor * parallel.context == 1:
         return backend
     split = f"parallel.tensor={parallel.tensor} and parallel.context={parallel.context}"
     reason = f"Transformer Engine scales each rank's part of a tensor by itself, and {split} split tensors"

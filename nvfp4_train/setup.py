@@ -30,7 +30,7 @@ from nvfp4_train.checkpoint_files import CheckpointError, Header
 from nvfp4_train.chunks import build_chunks
 from nvfp4_train.config import RunConfig
 from nvfp4_train.devices import check_memory, fix_order_of_sums
-from nvfp4_train.distributed import World, gather, largest_over_stage
+from nvfp4_train.distributed import World, gather, largest_over_stage, stage_group
 from nvfp4_train.gradients import finish_gradients
 from nvfp4_train.layout import choose_backend, phase_steps, tokens_per_step
 from nvfp4_train.precision.assignment import LinearPrecision, assign
@@ -145,8 +145,8 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
     te_linears = None
     if backend.name == "transformer_engine":
         recipes = map_linears(config.precision, assignments).recipes
-        self_test_transformer_engine(assignments, recipes, world.device)
-        te_linears = TeLinears(recipes, runtime)
+        self_test_transformer_engine(assignments, recipes, world.device, stage_group())
+        te_linears = TeLinears(recipes, runtime, stage_group())
     linears = {name: linear for chunk in chunks for name, linear in named_linears(chunk).items()}
     attach(linears, assignments, runtime, te_linears)
     for chunk in chunks:
@@ -159,7 +159,8 @@ def build_quantized_model(config: RunConfig, world: World, say: Say) -> Quantize
         f"vocabulary {config.model.vocab_size} padded to {padded}"
     )
     kernels = {line for lines in gather([describe_kernels(chunk) for chunk in chunks], world) for line in chain(*lines)}
-    slow = without_kernel(assignments) if world.device.type == "cuda" else []
+    tokens = config.data.micro_batch * config.data.sequence_length // parallel.context
+    slow = without_kernel(assignments, tokens) if world.device.type == "cuda" else []
     for line in (*describe_layout(config, world), order, *sorted(kernels), *slow, *summary(full_report)):
         if line:
             say(line)

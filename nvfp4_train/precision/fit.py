@@ -4,6 +4,9 @@ A GEMM is quantized in blocks along its contraction: fprop over in-features, dgr
 tokens. A width that ends in a fraction of a block would need padding in every GEMM that contracts it, which tensor
 cores do not do; the linear stays in BF16 and says why. What counts is the width that a tensor-parallel rank holds.
 Tokens are no property of a linear: the batch sizes decide, and the quantizers pad them with zeros.
+
+The blocks of fp8_block are longer than what tensor cores contract at a time, and the last of a matrix may be partial.
+A rank's share of a width has to be whole blocks nevertheless, or blocks would lie elsewhere than in one process.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from nvfp4_train.precision.formats import FORMATS
 from nvfp4_train.precision.recipes import Gemms
 
 # FP8 tensor cores take contractions in multiples of 16 bytes.
-WHOLE_TENSOR_MULTIPLE = 16
+TENSOR_CORE_MULTIPLE = 16
 # Words that every reason about a width has.
 MISFIT = "is no multiple of"
 # Megatron's column-parallel linears share out-features among tensor-parallel ranks, the row-parallel ones in-features.
@@ -53,35 +56,48 @@ class LinearShape(Protocol):
     def out_features(self) -> int: ...
 
 
-def contraction_multiple(spec: QuantSpec) -> int:
-    """What the contracted width of an operand must be a multiple of."""
+def contraction_multiple(spec: QuantSpec, shared: bool) -> int:
+    """What the contracted width of an operand must be a multiple of; `shared` among ranks or not."""
     if spec.format == "bf16":
         return 1
-    block = FORMATS[spec.format].block or WHOLE_TENSOR_MULTIPLE
+    block = FORMATS[spec.format].block or TENSOR_CORE_MULTIPLE
+    if spec.format == "fp8_block" and not shared:
+        block = TENSOR_CORE_MULTIPLE
     return max(block, spec.rotation or 1)
 
 
-def row_multiple(spec: QuantSpec) -> int:
+def row_multiple(spec: QuantSpec, shared: bool) -> int:
     """What an operand's other width must be a multiple of: the rows of its tile."""
-    return spec.tile[0] if spec.tile else 1
+    return contraction_multiple(spec, shared) if spec.tile and spec.tile[0] > 1 else 1
 
 
-def needed_multiples(gemms: Gemms) -> tuple[int, int]:
-    """What in-features and out-features of a linear must be multiples of: powers of two, so the largest decides."""
+def needed_multiples(gemms: Gemms, split: tuple[int, int] = (1, 1)) -> tuple[int, int]:
+    """What in-features and out-features of a linear must be multiples of, per rank: powers of two, the largest decides.
+
+    Args:
+        split: ranks that share each of the two.
+    """
     fprop, dgrad, wgrad = gemms
-    into = (contraction_multiple(fprop.input), contraction_multiple(fprop.weight))
-    out = (contraction_multiple(dgrad.gradient), contraction_multiple(dgrad.weight))
-    rows_into, rows_out = (dgrad.weight, wgrad.input), (fprop.weight, wgrad.gradient)
-    return max(*into, *map(row_multiple, rows_into)), max(*out, *map(row_multiple, rows_out))
+    into, out = (ranks > 1 for ranks in split)
+    return (
+        max(
+            *(contraction_multiple(spec, into) for spec in (fprop.input, fprop.weight)),
+            *(row_multiple(spec, into) for spec in (dgrad.weight, wgrad.input)),
+        ),
+        max(
+            *(contraction_multiple(spec, out) for spec in (dgrad.gradient, dgrad.weight)),
+            *(row_multiple(spec, out) for spec in (fprop.weight, wgrad.gradient)),
+        ),
+    )
 
 
 def misfit(shape: LinearShape, gemms: Gemms, tensor: int) -> str:
     """Why a linear cannot be quantized so at `tensor` tensor-parallel ranks: field, value, value per rank, needed
     multiple, and the two nearest legal values. Empty where it fits."""
     names = WIDTH_NAMES.get(shape.role, ("in-features", "out-features"))
-    into, out = needed_multiples(gemms)
     split_in = tensor if shape.role in ROW_PARALLEL_ROLES else 1
     split_out = tensor // split_in
+    into, out = needed_multiples(gemms, (split_in, split_out))
     problems = (
         _width_problem(names[0], shape.in_features, into, split_in),
         _width_problem(names[1], shape.out_features, out, split_out),

@@ -44,11 +44,15 @@ def quantize_operand(
     block_scales: bool,
     shard: Shard = WHOLE,
     native: bool = False,
+    seen: Tensor | None = None,
 ) -> Values:
-    """`quantize_values`; the kernels are passed by where `block_scales` are wanted, which they do not hand out."""
+    """`quantize_values`; the kernels are passed by where `block_scales` are wanted, which they do not hand out.
+
+    A native operand has no `amax`; with a delayed scale it is entered into `seen`, see `fp8_launch.quantize_codes`.
+    """
     if native:
         rows, columns = (spec, None) if axis == 1 else (None, spec)
-        return _values(_fp8_launch().quantize_codes(x.contiguous(), rows, columns, amax, shard)[1 - axis], axis)
+        return _values(_fp8_launch().quantize_codes(x.contiguous(), rows, columns, amax, seen, shard)[1 - axis], axis)
     if not block_scales and (amax is None or spec.format == "fp8_delayed") and has_kernel(x, spec, axis, shard):
         return Values(*_launch().quantize_operand(x.contiguous(), spec, axis, key, shard, amax))
     return quantize_values(x, spec, key=key, axis=axis, amax=amax, sign_key=sign_key, shard=shard)
@@ -68,19 +72,32 @@ def made_together(x: Tensor, rows: QuantSpec, columns: QuantSpec, shard: Shard =
     return bool(_launch().made_together(rows, columns))
 
 
-def without_kernel(assignments: Iterable[LinearPrecision]) -> list[str]:
-    """For a run on a GPU, a line about each kind of operand that PyTorch's operations must quantize."""
+def without_kernel(assignments: Iterable[LinearPrecision], tokens: int) -> list[str]:
+    """For a run on a GPU, a line about each kind of operand that PyTorch's operations must quantize.
+
+    Args:
+        assignments: of the run's linears.
+        tokens: of a micro-batch on this rank, the rows of inputs and gradients.
+    """
     launch, found = _launch(), dict[str, dict[str, None]]()
     for assignment in assignments:
         for gemm_name, kinds in assignment.operands.items():
             for kind, spec in kinds.items():
+                if spec.format == "bf16":
+                    continue
                 # Of a weight with one copy for both GEMMs, the forward pass makes it.
                 shared = layout_independent(spec) and spec == assignment.operands["fprop"].get(kind)
-                if spec.format != "bf16" and not launch.known(spec, 1 if shared else AXES[gemm_name, kind]):
-                    found.setdefault(spec.format, {})[f"{gemm_name} {kind}"] = None
+                ragged = kind != "weight" and tokens % launch.multiple(spec)
+                if not launch.known(spec, 1 if shared else AXES[gemm_name, kind]):
+                    what = f"this {spec.format}"
+                elif ragged:
+                    what = f"{spec.format}, {tokens} tokens a micro-batch being no multiple of {launch.multiple(spec)}"
+                else:
+                    continue
+                found.setdefault(what, {})[f"{gemm_name} {kind}"] = None
     return [
-        f"no kernel quantizes {', '.join(names)} to this {name}: PyTorch's own operations do, same bits, slower"
-        for name, names in found.items()
+        f"no kernel quantizes {', '.join(names)} to {what}: PyTorch's own operations do, same bits, slower"
+        for what, names in found.items()
     ]
 
 
@@ -93,6 +110,7 @@ def quantize_both(
     shard: Shard = WHOLE,
     *,
     amax: Tensor | None = None,
+    seen: Tensor | None = None,
     native: bool = False,
 ) -> tuple[Values, Values]:
     """x [M, N] as an operand contracted over N and as one contracted over M, from one read where a kernel can.
@@ -102,16 +120,17 @@ def quantize_both(
         row_key, column_key: their 64-bit keys of stochastic rounding.
         shard: which part of a matrix x is.
         amax: what a delayed scale follows.
+        seen: where a native operand's own amax is entered then.
     """
     if native:
-        made = _fp8_launch().quantize_codes(x.contiguous(), rows, columns, amax, shard)
+        made = _fp8_launch().quantize_codes(x.contiguous(), rows, columns, amax, seen, shard)
         return _values(made[0], 1), _values(made[1], 0)
     first, second = _launch().quantize_rows_and_columns(x.contiguous(), rows, columns, row_key, column_key, shard)
     return Values(*first), Values(*second)
 
 
 def _values(codes: Any, axis: int) -> Values:
-    return Values(codes.values, codes.scale, codes.amax, axis=axis)
+    return Values(codes.values, codes.scale, None, axis=axis)
 
 
 def _launch() -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +59,13 @@ class Call(NamedTuple):
         return self.microbatch is None
 
 
+class KeepsHistories(Protocol):
+    """Whoever has amax histories to save."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> list[str]: ...
+
+
 class PrecisionRuntime:
     """See the module's docstring for the order of calls.
 
@@ -74,6 +81,7 @@ class PrecisionRuntime:
         sample_health: set it before a step to measure quantization health on the step's first micro-batch.
         amax_reduce: takes FP32 amaxes to their maximum over ranks, in place; None with one rank. It sees the amaxes
             of delayed scaling, once a step and all together, so every rank of its group must hold the same linears.
+        engine: the linears of Transformer Engine, which has amax histories of its own; None without it.
         token_axis: where the given number of tokens of this rank lie in the micro-batch; None where they are all of it.
         microbatch_scope: makes a context that is entered for each micro-batch, until the next one or the step's end.
         random_states: the mapping in which activation recompute saves and restores random states; `attach` points it
@@ -102,6 +110,7 @@ class PrecisionRuntime:
         self.token_axis: Callable[[int], Axis | None] = lambda tokens: None
         self.health = HealthSample()
         self.histories: AmaxHistories | None = None
+        self.engine: KeepsHistories | None = None
         self.microbatch_scope: Callable[[], AbstractContextManager[Any]] | None = None
         self._scope = ExitStack()
         self.epoch = 0
@@ -217,9 +226,14 @@ class PrecisionRuntime:
         if not call.evaluating:
             self.histories.record(name, amax)
 
+    def amax_entry(self, name: str, call: Call) -> Tensor | None:
+        """Where a kernel takes down a tensor's own amax for the steps to come; None where nobody will ask for it."""
+        assert self.histories is not None
+        return None if call.evaluating else self.histories.entry(name)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Amax histories, `<linear>.<input|weight|gradient>` -> FP32 [amax_history]; empty without delayed scaling."""
-        return {} if self.histories is None else self.histories.state_dict()
+        return {name: saved for keeper in self._keepers() for name, saved in keeper.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> list[str]:
         """Take over what `state_dict` gave; call it after `attach`.
@@ -228,7 +242,10 @@ class PrecisionRuntime:
             Tensors that had no history in `state` and start anew.
         """
         self.weights_changed()
-        return [] if self.histories is None else self.histories.load_state_dict(state)
+        return [name for keeper in self._keepers() for name in keeper.load_state_dict(state)]
+
+    def _keepers(self) -> list[KeepsHistories]:
+        return [keeper for keeper in (self.histories, self.engine) if keeper is not None]
 
     # ---- what really ran
 

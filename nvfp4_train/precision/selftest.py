@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nvfp4_train.precision.assignment import LinearPrecision
@@ -79,12 +80,16 @@ def self_test(
 
 
 def self_test_transformer_engine(
-    assignments: Iterable[LinearPrecision], recipes: Mapping[str, TeRecipe], device: torch.device
+    assignments: Iterable[LinearPrecision],
+    recipes: Mapping[str, TeRecipe],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> int:
     """The same for linears that Transformer Engine runs, against plain products: its random bits are its own.
 
     Args:
         recipes: name -> recipe of every linear that it runs.
+        group: as `TeLinears` has it: what has run once takes part in every later reduction of amaxes.
 
     Returns:
         How many distinct recipes were tried.
@@ -93,21 +98,24 @@ def self_test_transformer_engine(
     x, w, dy, exact = _small_problem()
     for assignment in distinct.values():
         small = replace(assignment, in_features=_SIZE, out_features=_SIZE)
-        found = _run_transformer_engine(small, recipes[small.name], x.to(device), w.to(device), dy.to(device))
+        there = x.to(device), w.to(device), dy.to(device)
+        found = _run_transformer_engine(small, recipes[small.name], *there, group)
         for product in Products._fields:
             allowed = _allowed(product, small)
             _compare(product, small, found, exact, allowed, "Transformer Engine", "plain float64")
     return len(distinct)
 
 
-def _run_transformer_engine(precision: LinearPrecision, recipe: TeRecipe, x: Tensor, w: Tensor, dy: Tensor) -> Products:
+def _run_transformer_engine(
+    precision: LinearPrecision, recipe: TeRecipe, x: Tensor, w: Tensor, dy: Tensor, group: dist.ProcessGroup | None
+) -> Products:
     layer = torch.nn.Linear(_SIZE, _SIZE, bias=False, device=x.device)
     gradient = torch.zeros_like(w)
     layer.weight = torch.nn.Parameter(w)
     layer.weight.main_grad = gradient  # type: ignore[attr-defined]
     runtime = PrecisionRuntime(seed=0, fuse_wgrad=True)
     runtime.expect([precision.name])
-    linear = TeLinears({precision.name: recipe}, runtime).make(precision, layer)
+    linear = TeLinears({precision.name: recipe}, runtime, group).make(precision, layer)
     assert linear is not None
     runtime.begin_step(1, Passes())
     runtime.begin_microbatch(0)

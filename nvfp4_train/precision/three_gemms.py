@@ -186,8 +186,8 @@ class ThreeGemms:
         key = self._key(f"{gemm_name}.{kind}", call) if is_random(operand) else 0
         sign_key = self._key(f"{gemm_name}.signs", call) if operand.signs == "fresh" else 0
         name = f"{self.name}.{kind}"
-        amax = self.runtime.delayed_amax(name) if operand.format == "fp8_delayed" else None
         native, shard = gemm_name in self._native, self._shard(kind, len(x))
+        amax, entry = self._delayed(operand, name, call)
         values = quantize_operand(
             x,
             operand,
@@ -198,8 +198,9 @@ class ThreeGemms:
             block_scales=call.sampled,
             shard=shard,
             native=native,
+            seen=entry,
         )
-        if amax is not None:
+        if amax is not None and not native:
             assert values.amax is not None
             self.runtime.record_amax(name, values.amax, call)
         if call.sampled:
@@ -237,13 +238,16 @@ class ThreeGemms:
 
     def _both_layouts(self, x: Tensor, spec: Operand, kind: str, call: Call) -> tuple[Factor, Factor]:
         """Codes of x, contracted over axis 1 and over axis 0, by the same spec."""
-        name = f"{self.name}.{kind}"
-        amax = self.runtime.delayed_amax(name) if spec.format == "fp8_delayed" else None
-        first, second = quantize_both(x, spec, spec, shard=self._shard(kind, len(x)), amax=amax, native=True)
-        if amax is not None:
-            assert first.amax is not None
-            self.runtime.record_amax(name, first.amax, call)
+        amax, entry = self._delayed(spec, f"{self.name}.{kind}", call)
+        shard = self._shard(kind, len(x))
+        first, second = quantize_both(x, spec, spec, shard=shard, amax=amax, seen=entry, native=True)
         return Factor(first.values, first.scale, spec.format), Factor(second.values, second.scale, spec.format)
+
+    def _delayed(self, spec: Operand, name: str, call: Call) -> tuple[Tensor | None, Tensor | None]:
+        """What a delayed scale follows, and where a native operand's own amax goes; None and None of others."""
+        if spec.format != "fp8_delayed":
+            return None, None
+        return self.runtime.delayed_amax(name), self.runtime.amax_entry(name, call)
 
     def _weight(self, weight: Tensor, gemm_name: str, axis: int, call: Call) -> Factor:
         """The weight as a factor, contracted over `axis`; once a step unless it depends on the micro-batch's bits."""
@@ -289,5 +293,9 @@ class ThreeGemms:
         return element_key(self.runtime.seed, call.step, call.microbatch, self.name, operand)
 
     def _record(self, gemm_name: str, first: Factor, second: Factor, call: Call) -> None:
-        if self.runtime.observing:
-            self.runtime.record(self.name, gemm_name, " x ".join(dict.fromkeys((first.format, second.format))), call)
+        if not self.runtime.observing:
+            return
+        ran = " x ".join(dict.fromkeys((first.format, second.format)))
+        if self.runtime.native and any(f.format in FP8_FORMATS and f.values.itemsize > 1 for f in (first, second)):
+            ran += ", emulated"
+        self.runtime.record(self.name, gemm_name, ran, call)

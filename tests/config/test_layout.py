@@ -123,3 +123,13 @@ def test_what_is_not_installed_is_no_silent_emulation(base: RunConfig, monkeypat
     assert "not installed" in why
     monkeypatch.setattr(layout, "_find_transformer_engine", lambda: TransformerEngine("2.20.2", None))
     assert choose_backend(base, (10, 0)) == ("transformer_engine", "native through Transformer Engine 2.20.2")
+
+
+def test_health_where_transformer_engine_multiplies_is_refused(
+    base: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "_find_transformer_engine", lambda: TransformerEngine("2.20.2", None))
+    sampled = replaced(base, {"logging.health_every": 50})
+    with pytest.raises(PrecisionError, match=r"health_every=50: .* Write logging\.health_every=0, or"):
+        choose_backend(sampled, (10, 0))
+    assert choose_backend(replaced(sampled, {"precision.backend": "emulated"}), (10, 0)).name == "emulated"

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Largest(NamedTuple):
+    max_fwd: float
+    max_bwd: float
 
 
 class Format(enum.Enum):
-    E2M1 = 1
-    E4M3 = 2
-    E5M2 = 3
-    HYBRID = 4
+    E2M1 = Largest(6.0, 6.0)
+    E4M3 = Largest(448.0, 448.0)
+    E5M2 = Largest(57344.0, 57344.0)
+    HYBRID = Largest(448.0, 57344.0)
 
 
 @dataclass(frozen=True)

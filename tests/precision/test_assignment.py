@@ -232,7 +232,7 @@ def test_a_recipes_own_rule_may_match_nothing() -> None:
         ("nvfp4", 16, 16),
         ("mxfp4", 32, 32),
         ("mxfp8", 32, 32),
-        ("fp8_block", 128, 128),
+        ("fp8_block", 16, 16),
         ("fp8_current", 16, 16),
         ("fp8_delayed", 16, 16),
         ("quartet2", 16, 128),
@@ -315,12 +315,23 @@ def test_the_side_that_is_not_shared_is_not_divided() -> None:
 
 
 def test_a_width_smaller_than_the_block_names_what_is_legal() -> None:
-    found = assigned("fp8_block", ffn=64)
-    assert found["1.fc1"].reason == "model.ffn_hidden_size = 64 is no multiple of 128 (nearest 128 and 256)"
+    found = assigned("mxfp8", ffn=16)
+    assert found["1.fc1"].reason == "model.ffn_hidden_size = 16 is no multiple of 32 (nearest 32 and 64)"
+
+
+def test_the_last_fp8_block_of_a_width_may_be_partial_but_not_that_of_a_rank() -> None:
+    """22688 is 128 * 177 + 32. Two ranks would have blocks that one process has not."""
+    assert assigned("fp8_block", in_proj=22688)["2.in_proj"].format == "fp8_block"
+    assert assigned("fp8_block", in_proj=22688, tensor=2)["2.in_proj"].reason == (
+        "2 * d_inner + 2 * groups * state + heads = 22688, 11344 per rank at parallel.tensor=2, "
+        "is no multiple of 128 (nearest 22528 and 22784)"
+    )
+    misfit = assigned("fp8_block", in_proj=22680)["2.in_proj"].reason
+    assert misfit.endswith("= 22680 is no multiple of 16 (nearest 22672 and 22688)")
 
 
 def test_a_rule_whose_format_does_not_fit_keeps_bf16_and_says_so() -> None:
-    found = assigned("nvfp4", "rules=[{role: fc1, format: fp8_block}]", ffn=1008)
-    assert found["1.fc1"].decided_by == "precision.rules[0] (role fc1 -> fp8_block)"
-    assert found["1.fc1"].reason == "model.ffn_hidden_size = 1008 is no multiple of 128 (nearest 896 and 1024)"
+    found = assigned("nvfp4", "rules=[{role: fc1, format: mxfp8}]", ffn=1008)
+    assert found["1.fc1"].decided_by == "precision.rules[0] (role fc1 -> mxfp8)"
+    assert found["1.fc1"].reason == "model.ffn_hidden_size = 1008 is no multiple of 32 (nearest 992 and 1024)"
     assert found["1.fc2"].format == "nvfp4"

@@ -52,6 +52,16 @@ def test_a_pass_in_another_phase_is_found() -> None:
         gemms.runtime.check_observed([assignment], Passes("bf16", "recipe"))
 
 
+def test_codes_are_what_a_native_gemm_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values in place of codes have the same numbers, and are found nevertheless."""
+    assignment = precision("fp8_current")
+    gemms = standalone(assignment, native=True)
+    monkeypatch.setattr(gemms, "_native", set())
+    run(gemms, *tensors())
+    with pytest.raises(PrecisionError, match="layer wgrad: meant fp8_current, ran fp8_current, emulated in 1 of 1"):
+        gemms.runtime.check_observed([assignment], RECIPE)
+
+
 def test_a_linear_that_did_not_run_is_found() -> None:
     assignment = precision("nvfp4")
     gemms = standalone(assignment)

@@ -21,11 +21,21 @@ SLOW = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_start_says_of_each_recipe(name: str) -> None:
-    lines = without_kernel([precision(name)])
+    lines = without_kernel([precision(name)], 128)
     expected = SLOW.get(name, [])
     assert len(lines) == len(expected)
     for line, operands in zip(lines, expected, strict=True):
         assert line == f"no kernel quantizes {operands}: PyTorch's own operations do, same bits, slower"
+
+
+def test_tokens_that_are_no_whole_blocks_are_said_at_start() -> None:
+    slower = "PyTorch's own operations do, same bits, slower"
+    assert without_kernel([precision("mxfp8")], 4 * 1000 + 8) == [
+        "no kernel quantizes fprop input, dgrad gradient, wgrad gradient, wgrad input to mxfp8, "
+        f"4008 tokens a micro-batch being no multiple of 32: {slower}"
+    ]
+    assert not without_kernel([precision("fp8_block")], 4008)  # partial blocks are the kernels' own
+    assert not without_kernel([precision("fp8_current")], 4007)
 
 
 @pytest.mark.parametrize(

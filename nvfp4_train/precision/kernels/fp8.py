@@ -1,15 +1,9 @@
-"""FP8 on a GPU: codes as FP8 tensor cores read them, as they lie and transposed.
+"""FP8 on a GPU: codes as FP8 tensor cores read them, as they lie and transposed, from one read.
 
 An FP8 GEMM wants the contraction of both operands contiguous. A linear contracts its input over features and, for the
-weight gradient, over tokens, so each tensor is written twice: its codes as they lie, and transposed. A program owns a
-tile of 128 x 128, which is a block of weights, and 128 blocks of 1 x 128 in either direction.
-
-A tile is held as four: rows 0, 4, 8, ..., rows 1, 5, 9, ... and so on. A thread then has four neighbouring rows of its
-columns, whose codes it packs into 32 bits, and 32-bit numbers are transposed four times as fast as bytes.
-
-One launch may write two layouts of different codes, as of blocks along rows and along columns, but not the SAME codes
-as they lie and transposed: the transposed ones came out as other bytes on an H200 (Triton 3.6), where Triton's
-interpreter has them right and so has a launch for each layout alone. The launches keep to that.
+weight gradient, over tokens, so each tensor is written twice: its codes as they lie, and transposed. With blocks, a
+program owns a tile of 128 x 128, which is a block of weights, and 128 blocks of 1 x 128 in either direction; the last
+blocks of a matrix may be partial.
 """
 
 import triton
@@ -21,13 +15,13 @@ from nvfp4_train.precision.kernels.device import (
     INTERPRETED,
     MAGNITUDE,
     SIGN,
-    SLOTS,
     load_amax,
     magnitude_bits,
     to_float32,
 )
 
 TILE = tl.constexpr(128)
+NAN = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
@@ -58,131 +52,118 @@ def fp8_codes(y, LARGEST: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_tile(x, rows, columns):
-    """This program's tile as four of 32 x 128 in FP32, zeros beyond the matrix; its row quads and columns."""
-    quad = tl.program_id(0).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)
-    n = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    parts = ()
-    for i in tl.static_range(4):
-        mask = (4 * quad + i < rows)[:, None] & (n < columns)[None, :]
-        parts = parts + (to_float32(tl.load(x + (4 * quad + i)[:, None] * columns + n[None, :], mask=mask, other=0.0)),)
-    return parts, quad, n
+def load_tile(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """This program's tile in FP32, zeros beyond the matrix; its rows and columns."""
+    m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (m < rows)[:, None] & (n < columns)[None, :]
+    return to_float32(tl.load(x + m[:, None] * columns + n[None, :], mask=mask, other=0.0)), m, n
 
 
 @triton.jit
-def largest_bits(parts):
-    """Bits of the largest magnitude of each four rows, [32, 128]."""
-    bits = magnitude_bits(parts[0])
-    for i in tl.static_range(1, 4):
-        bits = tl.maximum(bits, magnitude_bits(parts[i]))
-    return bits
+def store_rows(row_codes, codes, m, n, padded, columns):
+    """Codes as they lie, to [padded, columns]."""
+    tl.store(row_codes + m[:, None] * columns + n[None, :], codes, mask=(m < padded)[:, None] & (n < columns)[None, :])
 
 
 @triton.jit
-def store_row(row_codes, codes, i: tl.constexpr, quad, n, padded, columns):
-    """Codes of every fourth row, from the i-th on, to [padded, columns]."""
-    mask = (4 * quad + i < padded)[:, None] & (n < columns)[None, :]
-    tl.store(row_codes + (4 * quad + i)[:, None] * columns + n[None, :], codes, mask=mask)
-
-
-@triton.jit
-def packed_into(word, codes, i: tl.constexpr):
-    """`word` with the codes as its i-th byte."""
-    byte = codes.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * i)
-    if i == 0:
-        return byte
-    else:
-        return word | byte
-
-
-@triton.jit
-def store_columns(column_words, words, quad, n, padded, columns):
-    """Codes of four rows a word, transposed, to [columns, padded / 4]."""
-    mask = (n < columns)[:, None] & (4 * quad < padded)[None, :]
-    tl.store(column_words + n[:, None].to(tl.int64) * (padded // 4) + quad[None, :], tl.trans(words), mask=mask)
+def store_columns(column_codes, codes, m, n, padded, columns):
+    """Codes transposed, to [columns, padded]."""
+    mask = (n < columns)[:, None] & (m < padded)[None, :]
+    tl.store(column_codes + n[:, None].to(tl.int64) * padded + m[None, :], tl.trans(codes), mask=mask)
 
 
 @triton.jit
 def store_codes(
-    row_codes, column_words, parts, encode, quad, n, padded, columns, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    LARGEST: tl.constexpr,
-):  # fmt: skip
-    """Codes of parts * encode, as they lie and transposed."""
-    words = magnitude_bits(parts[0])
-    for i in tl.static_range(4):
-        codes = fp8_codes(parts[i] * encode, LARGEST, row_codes.dtype.element_ty)
-        if ROW:
-            store_row(row_codes, codes, i, quad, n, padded, columns)
-        if COLUMN:
-            words = packed_into(words, codes, i)
+    row_codes, column_codes, y, m, n, padded, columns, ROW: tl.constexpr, COLUMN: tl.constexpr, LARGEST: tl.constexpr
+):
+    """Codes of y in the layouts that are wanted."""
+    codes = fp8_codes(y, LARGEST, row_codes.dtype.element_ty)
+    if ROW:
+        store_rows(row_codes, codes, m, n, padded, columns)
     if COLUMN:
-        store_columns(column_words, words, quad, n, padded, columns)
+        store_columns(column_codes, codes, m, n, padded, columns)
+
+
+@triton.jit
+def enter_largest(target, bits):
+    """The larger of what FP32 `target` holds and the magnitude with these bits; programs may enter at once."""
+    target = target.to(tl.pointer_type(tl.int32), bitcast=True)
+    if bits > tl.load(target, volatile=True):
+        tl.atomic_max(target, bits, sem="relaxed")
 
 
 @triton.jit
 def tensor_codes_kernel(
-    x, amax, history, row_codes, column_words, scales, rows, padded, columns,
+    x, amax, row_codes, column_codes, scale, seen, rows, padded, columns,
     ROW: tl.constexpr, COLUMN: tl.constexpr, DELAYED: tl.constexpr, LARGEST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of x with one scale: of `amax`'s slots, or (DELAYED) of the amax in `history`.
+    """Codes of x with one scale: of `amax`'s slots, or (DELAYED) of the FP32 amax that it points to.
 
-    `scales` takes the decode scale and x's own amax. With a delayed scale the last program to finish writes them, when
-    the slots are filled; it counts itself in the number behind the slots.
+    `scale` takes the decode scale. A delayed one is known before x is, so each program adds what it sees: x's own amax
+    to `seen`, and to `scale`, which must be 0 before, NaN where x is not finite.
     """
-    parts, quad, n = load_tile(x, rows, columns)
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tile, m, n = load_tile(x, rows, columns, ROWS, COLUMNS)
+    first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
     if DELAYED:
-        encode, decode = fp8_scales(tl.load(history).to(tl.int32, bitcast=True), LARGEST, False)
-        largest = tl.max(tl.max(largest_bits(parts), 1), 0)
-        tl.atomic_max(amax + program % SLOTS, largest, sem="release")
-        done = tl.atomic_add(amax + SLOTS, 1, sem="acq_rel") + 1
-        if done == tl.num_programs(0) * tl.num_programs(1):
-            store_scales(scales, amax, decode)
+        encode, decode = fp8_scales(tl.load(amax).to(tl.int32, bitcast=True), LARGEST, False)
+        largest = tl.max(tl.max(magnitude_bits(tile), 1), 0)
+        enter_largest(seen, largest)
+        if largest >= EXPONENT:
+            enter_largest(scale, NAN)
+        elif first:
+            enter_largest(scale, decode.to(tl.int32, bitcast=True))
     else:
         encode, decode = fp8_scales(load_amax(amax), LARGEST, False)
-        if program == 0:
-            store_scales(scales, amax, decode)
-    store_codes(row_codes, column_words, parts, encode, quad, n, padded, columns, ROW, COLUMN, LARGEST)
+        if first:
+            tl.store(scale, decode)
+    store_codes(row_codes, column_codes, tile * encode, m, n, padded, columns, ROW, COLUMN, LARGEST)
 
 
 @triton.jit
-def store_scales(scales, amax, decode):
-    """The decode scale, NaN for a tensor that was not finite, and the tensor's amax."""
-    amax_bits = load_amax(amax)
-    tl.store(scales, tl.where(amax_bits < EXPONENT, decode, float("nan")))
-    tl.store(scales + 1, amax_bits.to(tl.float32, bitcast=True))
+def store_scales(scales, block_amax, index, limit, POWER_OF_TWO: tl.constexpr):
+    """Decode scales of a tile's blocks, to `scales` + `index` < `limit`; returns the encode scales.
+
+    Encode scales are wanted by every thread that holds a part of a block. The others are divided once, by the thread
+    that stores them: `gather` takes their amaxes there.
+    """
+    encode, _ = fp8_scales(block_amax, 448.0, POWER_OF_TWO)
+    _, decode = fp8_scales(tl.gather(block_amax, tl.arange(0, TILE), 0), 448.0, POWER_OF_TWO)
+    tl.store(scales + index, decode, mask=index < limit)
+    return encode
 
 
 @triton.jit
 def row_blocks_kernel(
-    x, row_codes, column_words, row_scales, column_scales, rows, padded, columns,
+    x, row_codes, column_codes, row_scales, column_scales, rows, padded, columns,
     ROW: tl.constexpr, COLUMN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """E4M3 codes in blocks of 1 x 128 along the columns, and of x^T along its own; scales [blocks, operand rows]."""
-    parts, quad, n = load_tile(x, rows, columns)
+    tile, m, n = load_tile(x, rows, columns, TILE, TILE)
+    bits = magnitude_bits(tile)
     if ROW:
         scales = row_scales + tl.program_id(1).to(tl.int64) * padded
-        for i in tl.static_range(4):
-            encode, decode = fp8_scales(tl.max(magnitude_bits(parts[i]), 1), 448.0, POWER_OF_TWO)
-            tl.store(scales + 4 * quad + i, decode)
-            codes = fp8_codes(parts[i] * encode[:, None], 448.0, row_codes.dtype.element_ty)
-            store_row(row_codes, codes, i, quad, n, padded, columns)
+        encode = store_scales(scales, tl.max(bits, 1), m, padded, POWER_OF_TWO)
+        codes = fp8_codes(tile * encode[:, None], 448.0, row_codes.dtype.element_ty)
+        store_rows(row_codes, codes, m, n, padded, columns)
     if COLUMN:
-        encode, decode = fp8_scales(tl.max(largest_bits(parts), 0), 448.0, POWER_OF_TWO)
-        tl.store(column_scales + tl.program_id(0).to(tl.int64) * columns + n, decode)
-        store_codes(row_codes, column_words, parts, encode[None, :], quad, n, padded, columns, False, True, 448.0)
+        scales = column_scales + tl.program_id(0).to(tl.int64) * columns
+        encode = store_scales(scales, tl.max(bits, 0), n, columns, POWER_OF_TWO)
+        codes = fp8_codes(tile * encode[None, :], 448.0, row_codes.dtype.element_ty)
+        store_columns(column_codes, codes, m, n, padded, columns)
 
 
 @triton.jit
 def square_blocks_kernel(
-    x, row_codes, column_words, row_scales, column_scales, rows, columns, row_stride, column_stride,
+    x, row_codes, column_codes, row_scales, column_scales, rows, columns, row_stride, column_stride,
     ROW: tl.constexpr, COLUMN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """E4M3 codes in blocks of 128 x 128; scales [operand rows / 128, stride] of x and of its transpose."""
-    parts, quad, n = load_tile(x, rows, columns)
-    encode, decode = fp8_scales(tl.max(tl.max(largest_bits(parts), 1), 0), 448.0, POWER_OF_TWO)
+    tile, m, n = load_tile(x, rows, columns, TILE, TILE)
+    encode, decode = fp8_scales(tl.max(tl.max(magnitude_bits(tile), 1), 0), 448.0, POWER_OF_TWO)
     if ROW:
         tl.store(row_scales + tl.program_id(0) * row_stride + tl.program_id(1), decode)
     if COLUMN:
         tl.store(column_scales + tl.program_id(1) * column_stride + tl.program_id(0), decode)
-    store_codes(row_codes, column_words, parts, encode, quad, n, rows, columns, ROW, COLUMN, 448.0)
+    store_codes(row_codes, column_codes, tile * encode, m, n, rows, columns, ROW, COLUMN, 448.0)

@@ -36,16 +36,17 @@ def known(spec: QuantSpec, axis: int) -> bool:
     return not (_square(spec) and spec.rounding == "stochastic")
 
 
+def multiple(spec: QuantSpec) -> int:
+    """What both sizes of a matrix must be multiples of: whole blocks, but where the kernels know partial ones."""
+    return 1 if spec.format == "fp8_block" else FORMATS[spec.format].block or 1
+
+
 def serves(x: Tensor, spec: QuantSpec, axis: int, shard: Shard = WHOLE) -> bool:
     """Whether the kernels quantize contiguous x [M, N] by this spec, contracted over `axis`.
 
-    M and N must be multiples of the block, but for a scale of the whole tensor. With stochastic rounding, a part of a
-    matrix must be made of whole blocks of the whole.
+    With stochastic rounding, a part of a matrix must be made of whole blocks of the whole.
     """
-    if not known(spec, axis) or x.numel() == 0:
-        return False
-    block = FORMATS[spec.format].block or 1
-    if x.shape[0] % block or x.shape[1] % block:
+    if not known(spec, axis) or x.numel() == 0 or any(size % multiple(spec) for size in x.shape):
         return False
     return spec.rounding == "nearest" or all(extent is None or extent.aligned(CALL) for extent in shard)
 
@@ -90,7 +91,7 @@ def quantize_rows_and_columns(
     """Quantize contiguous x [M, N] in row blocks along its columns, along its rows (as x^T), or both from one read.
 
     Args:
-        x: BF16 or FP32 on a GPU; M and N multiples of the block.
+        x: BF16 or FP32 on a GPU; M and N multiples of `multiple`.
         rows: spec of the operand contracted over N, or None.
         columns: spec of the operand x^T contracted over M, or None; it is kept in the layout of x.
         row_key, column_key: 64-bit keys of stochastic rounding.

@@ -17,8 +17,11 @@ from nvfp4_train.precision.runtime import PrecisionRuntime
 from nvfp4_train.precision.three_gemms import ThreeGemms
 from tests.precision.linears import precision, tensors
 
-SIZES = (256, 128)  # in-features, out-features
+# In-features and out-features: whole blocks of 128, and widths whose last block is a part of one.
+WHOLE, RAGGED = (256, 128), (272, 208)
 RECIPES = ("fp8_block", "fp8_current", "fp8_delayed")
+# Tokens, whether health is sampled, sizes.
+CASES = ((128, False, WHOLE), (72, False, RAGGED), (128, True, WHOLE))
 
 
 def decoded(codes: Tensor, scale: Tensor) -> Tensor:
@@ -27,9 +30,10 @@ def decoded(codes: Tensor, scale: Tensor) -> Tensor:
     values = codes.float()
     if scale.dim() == 0:
         return values * scale
-    if scale.shape == (codes.shape[1] // 128, codes.shape[0]):
-        return values * scale.t().repeat_interleave(128, 1)
-    return values * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, : codes.shape[1]]
+    rows, contraction = codes.shape
+    if scale.shape == (-(-contraction // 128), rows):
+        return values * scale.t().repeat_interleave(128, 1)[:, :contraction]
+    return values * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :contraction]
 
 
 def fp8_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out: Tensor, accumulate: bool = False) -> Tensor:
@@ -38,11 +42,14 @@ def fp8_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out: Tenso
     return out.copy_(out + product if accumulate else product)
 
 
-def passes(name: str, device: str, native: bool, tokens: int, sampled: bool = False) -> tuple[Tensor, ...]:
+def passes(
+    name: str, device: str, native: bool, tokens: int, sampled: bool = False, sizes: tuple[int, int] = WHOLE
+) -> tuple[Tensor, ...]:
     """Y, dX and dW (added twice to a buffer) of one linear in the second step, and its amax histories."""
-    x, w, dy = (t.to(device) for t in tensors(tokens=tokens, sizes=SIZES))
+    x, w, dy = (t.to(device) for t in tensors(tokens=tokens, sizes=sizes))
     runtime = PrecisionRuntime(5, native=native)
-    gemms = ThreeGemms(precision(name, sizes=SIZES), runtime)
+    assignment = precision(name, sizes=sizes)
+    gemms = ThreeGemms(assignment, runtime)
     runtime.histories = AmaxHistories(gemms.delayed_tensors(), 4, torch.device(device))
     runtime.expect([gemms.name])
     runtime.sample_health = sampled
@@ -58,6 +65,7 @@ def passes(name: str, device: str, native: bool, tokens: int, sampled: bool = Fa
         dx = gemms.input_gradient(along_out, w, call, tokens)
         gemms.weight_gradient(along_tokens, kept, call, buffer)
         runtime.end_step()
+    runtime.check_observed([assignment], Passes("recipe", "recipe"))
     histories = [h.cpu() for h in runtime.state_dict().values()]
     return y.cpu(), dx.cpu(), buffer.cpu(), *histories
 
@@ -71,12 +79,12 @@ def main() -> None:
     cublaslt.fp8_mm = fp8_mm
     failed = []
     for name in RECIPES:
-        for tokens, sampled in ((128, False), (72, False), (128, True)):
-            found, expected = (passes(name, "cpu", native, tokens, sampled) for native in (True, False))
+        for tokens, sampled, sizes in CASES:
+            found, expected = (passes(name, "cpu", native, tokens, sampled, sizes) for native in (True, False))
             errors = [error(*pair) for pair in zip(found, expected, strict=True)]
             # Both round the same FP32 sums, taken in another order, to BF16.
             if len(errors) != (6 if name == "fp8_delayed" else 3) or not max(errors) < 1e-3 or max(errors[2:]) > 1e-6:
-                failed.append(f"{name}, {tokens} tokens, sampled {sampled}: {errors}")
+                failed.append(f"{name}, {tokens} tokens, sampled {sampled}, {sizes}: {errors}")
     print("\n".join([*failed, f"{len(failed)} differences"]))
     raise SystemExit(bool(failed))
 
