@@ -5,11 +5,12 @@ weight gradient, over tokens, so each tensor is written twice: its codes as they
 program owns a tile of 128 x 128, which is a block of weights, and 128 blocks of 1 x 128 in either direction; the last
 blocks of a matrix may be partial.
 
-A tile is held as four: rows 0, 4, 8, ..., rows 1, 5, 9, ... and so on. A thread then has four neighbouring rows of its
-columns, whose codes it converts into one 32-bit word, and words are transposed four times as fast as bytes.
-
-Codes are never taken apart. Where the same codes were stored as they lie and split into bytes for the transposed copy,
-ptxas (of Triton 3.6) read bytes out of registers that it had not set, and the transposed copy was wrong.
+The same codes are never stored as they lie and also taken apart into bytes to be transposed. ptxas (of Triton 3.6)
+packs what is stored into words as it converts, and then reads the single codes out of registers that it has not set: on
+an H200 the transposed copy was wrong, where Triton's interpreter had it right. So codes with one scale in both layouts
+are converted twice. A tile is held as four, rows 0, 4, 8, ..., rows 1, 5, 9, ... and so on; a thread then has four
+neighbouring rows of its columns, whose codes it converts into one 32-bit word, and words are what is transposed. Codes
+of blocks along rows are other codes than those of blocks along columns, and may be transposed as bytes.
 """
 
 import triton
@@ -21,6 +22,7 @@ from nvfp4_train.precision.kernels.device import (
     INTERPRETED,
     MAGNITUDE,
     SIGN,
+    larger,
     load_amax,
     magnitude_bits,
     to_float32,
@@ -85,14 +87,20 @@ def code_words(parts, encode, LARGEST: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_tile(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's tile as four in FP32, zeros beyond the matrix; its row quads and columns."""
+def load(x, m, n, rows, columns):
+    """Rows m (int64) and columns n of x, zeros beyond the matrix."""
+    mask = (m < rows)[:, None] & (n < columns)[None, :]
+    return tl.load(x + m[:, None] * columns + n[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_parts(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """This program's tile as four in FP32; its row quads and columns."""
     quad = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     parts = ()
     for i in tl.static_range(4):
-        mask = (4 * quad + i < rows)[:, None] & (n < columns)[None, :]
-        parts = parts + (to_float32(tl.load(x + (4 * quad + i)[:, None] * columns + n[None, :], mask=mask, other=0.0)),)
+        parts = parts + (to_float32(load(x, 4 * quad + i, n, rows, columns)),)
     return parts, quad, n
 
 
@@ -106,31 +114,32 @@ def largest_bits(parts):
 
 
 @triton.jit
-def store_row(row_codes, codes, i: tl.constexpr, quad, n, padded, columns):
-    """Codes of every fourth row, from the i-th on, as they lie, to [padded, columns]."""
-    mask = (4 * quad + i < padded)[:, None] & (n < columns)[None, :]
-    tl.store(row_codes + (4 * quad + i)[:, None] * columns + n[None, :], codes, mask=mask)
+def store_rows(row_codes, codes, m, n, padded, columns):
+    """Codes of rows m as they lie, to [padded, columns]."""
+    mask = (m < padded)[:, None] & (n < columns)[None, :]
+    tl.store(row_codes + m[:, None] * columns + n[None, :], codes, mask=mask)
 
 
 @triton.jit
-def store_columns(column_words, words, quad, n, padded, columns):
-    """Codes of four rows a word, transposed, to [columns, padded / 4]."""
-    mask = (n < columns)[:, None] & (4 * quad < padded)[None, :]
-    tl.store(column_words + n[:, None].to(tl.int64) * (padded // 4) + quad[None, :], tl.trans(words), mask=mask)
+def store_columns(column_codes, codes, m, n, padded, columns):
+    """Codes of rows m, or words of four rows, transposed, to [columns, padded]."""
+    mask = (n < columns)[:, None] & (m < padded)[None, :]
+    tl.store(column_codes + n[:, None].to(tl.int64) * padded + m[None, :], tl.trans(codes), mask=mask)
 
 
 @triton.jit
 def store_codes(
-    row_codes, column_words, parts, encode, quad, n, padded, columns, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    row_codes, column_codes, parts, encode, quad, n, padded, columns, ROW: tl.constexpr, COLUMN: tl.constexpr,
     LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Codes of parts * encode in the layouts that are wanted."""
     dtype: tl.constexpr = row_codes.dtype.element_ty
     if ROW:
         for i in tl.static_range(4):
-            store_row(row_codes, fp8_codes(parts[i] * encode, LARGEST, dtype), i, quad, n, padded, columns)
+            store_rows(row_codes, fp8_codes(parts[i] * encode, LARGEST, dtype), 4 * quad + i, n, padded, columns)
     if COLUMN:
-        store_columns(column_words, code_words(parts, encode, LARGEST, dtype), quad, n, padded, columns)
+        words = code_words(parts, encode, LARGEST, dtype)
+        store_columns(column_codes.to(tl.pointer_type(tl.int32), bitcast=True), words, quad, n, padded // 4, columns)
 
 
 @triton.jit
@@ -143,7 +152,7 @@ def enter_largest(target, bits):
 
 @triton.jit
 def tensor_codes_kernel(
-    x, amax, row_codes, column_words, scale, seen, rows, padded, columns,
+    x, amax, row_codes, column_codes, scale, seen, rows, padded, columns,
     ROW: tl.constexpr, COLUMN: tl.constexpr, DELAYED: tl.constexpr, LARGEST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +161,7 @@ def tensor_codes_kernel(
     `scale` takes the decode scale. A delayed one is known before x is, so each program adds what it sees: x's own amax
     to `seen`, and to `scale`, which must be 0 before, NaN where x is not finite.
     """
-    parts, quad, n = load_tile(x, rows, columns, ROWS, COLUMNS)
+    parts, quad, n = load_parts(x, rows, columns, ROWS, COLUMNS)
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
     if DELAYED:
         encode, decode = fp8_scales(tl.load(amax).to(tl.int32, bitcast=True), LARGEST, False)
@@ -166,7 +175,7 @@ def tensor_codes_kernel(
         encode, decode = fp8_scales(load_amax(amax), LARGEST, False)
         if first:
             tl.store(scale, decode)
-    store_codes(row_codes, column_words, parts, encode, quad, n, padded, columns, ROW, COLUMN, LARGEST)
+    store_codes(row_codes, column_codes, parts, encode, quad, n, padded, columns, ROW, COLUMN, LARGEST)
 
 
 @triton.jit
@@ -184,34 +193,46 @@ def store_scales(scales, block_amax, index, limit, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def row_blocks_kernel(
-    x, row_codes, column_words, row_scales, column_scales, rows, padded, columns,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    x, row_codes, column_codes, row_scales, column_scales, rows, padded, columns,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """E4M3 codes in blocks of 1 x 128 along the columns, and of x^T along its own; scales [blocks, operand rows]."""
-    parts, quad, n = load_tile(x, rows, columns, TILE, TILE)
+    """E4M3 codes in blocks of 1 x 128 along the columns, and of x^T along its own; scales [blocks, operand rows].
+
+    Blocks along the rows need their amaxes first. A tile is then read again, out of the cache, a few rows at a time:
+    held in registers as a whole, it leaves room for too few programs.
+    """
+    first = tl.program_id(0).to(tl.int64) * TILE
+    n = tl.program_id(1) * TILE + tl.arange(0, TILE)
     dtype: tl.constexpr = row_codes.dtype.element_ty
-    if ROW:
-        scales = row_scales + tl.program_id(1).to(tl.int64) * padded
-        for i in tl.static_range(4):
-            block_amax = tl.max(magnitude_bits(parts[i]), 1)
-            encode = store_scales(scales, block_amax, 4 * quad + i, padded, POWER_OF_TWO)
-            store_row(row_codes, fp8_codes(parts[i] * encode[:, None], 448.0, dtype), i, quad, n, padded, columns)
     if COLUMN:
+        largest = load(x, first + tl.arange(0, ROWS // 2), n, rows, columns)
+        for i in tl.static_range(1, 2 * TILE // ROWS):
+            largest = larger(largest, load(x, first + i * (ROWS // 2) + tl.arange(0, ROWS // 2), n, rows, columns))
+        block_amax = tl.max(magnitude_bits(to_float32(largest)), 0)
         scales = column_scales + tl.program_id(0).to(tl.int64) * columns
-        encode = store_scales(scales, tl.max(largest_bits(parts), 0), n, columns, POWER_OF_TWO)
-        store_columns(column_words, code_words(parts, encode[None, :], 448.0, dtype), quad, n, padded, columns)
+        column_encode = store_scales(scales, block_amax, n, columns, POWER_OF_TWO)
+    for i in range(TILE // ROWS):
+        m = first + i * ROWS + tl.arange(0, ROWS)
+        tile = to_float32(load(x, m, n, rows, columns))
+        if ROW:
+            scales = row_scales + tl.program_id(1).to(tl.int64) * padded
+            encode = store_scales(scales, tl.max(magnitude_bits(tile), 1), m, padded, POWER_OF_TWO)
+            store_rows(row_codes, fp8_codes(tile * encode[:, None], 448.0, dtype), m, n, padded, columns)
+        if COLUMN:
+            codes = fp8_codes(tile * column_encode[None, :], 448.0, dtype)
+            store_columns(column_codes, codes, m, n, padded, columns)
 
 
 @triton.jit
 def square_blocks_kernel(
-    x, row_codes, column_words, row_scales, column_scales, rows, columns, row_stride, column_stride,
+    x, row_codes, column_codes, row_scales, column_scales, rows, columns, row_stride, column_stride,
     ROW: tl.constexpr, COLUMN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """E4M3 codes in blocks of 128 x 128; scales [operand rows / 128, stride] of x and of its transpose."""
-    parts, quad, n = load_tile(x, rows, columns, TILE, TILE)
+    parts, quad, n = load_parts(x, rows, columns, TILE, TILE)
     encode, decode = fp8_scales(tl.max(tl.max(largest_bits(parts), 1), 0), 448.0, POWER_OF_TWO)
     if ROW:
         tl.store(row_scales + tl.program_id(0) * row_stride + tl.program_id(1), decode)
     if COLUMN:
         tl.store(column_scales + tl.program_id(1) * column_stride + tl.program_id(0), decode)
-    store_codes(row_codes, column_words, parts, encode, quad, n, rows, columns, ROW, COLUMN, 448.0)
+    store_codes(row_codes, column_codes, parts, encode, quad, n, rows, columns, ROW, COLUMN, 448.0)

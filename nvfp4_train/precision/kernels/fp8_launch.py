@@ -112,7 +112,7 @@ def _one_scale(
     if seen is None:
         seen = torch.zeros_like(scale) if delayed else scale
     fp8.tensor_codes_kernel[_TENSOR.grid(padded, width)](
-        x, amax, *_pointers(outs), scale, seen, height, padded, width, row, column, delayed, ELEMENT_MAX[element],
+        x, amax, *outs, scale, seen, height, padded, width, row, column, delayed, ELEMENT_MAX[element],
         _TENSOR.rows, _TENSOR.columns, **_TENSOR.options,
     )  # fmt: skip
     return _codes(outs, (scale, scale), row, column)
@@ -126,8 +126,8 @@ def _row_blocks(x: Tensor, power_of_two: bool, row: bool, column: bool) -> tuple
         torch.empty(triton.cdiv(width, _BLOCK), padded, dtype=torch.float32, device=x.device),
         torch.empty(triton.cdiv(padded, _BLOCK), width, dtype=torch.float32, device=x.device),
     )
-    fp8.row_blocks_kernel[_ROW_BLOCKS.grid(padded, width)](
-        x, *_pointers(outs), *scales, height, padded, width, row, column, power_of_two, **_ROW_BLOCKS.options
+    fp8.row_blocks_kernel[_SQUARE_BLOCKS.grid(padded, width)](
+        x, *outs, *scales, height, padded, width, row, column, power_of_two, _ROW_BLOCKS.rows, **_ROW_BLOCKS.options
     )
     return _codes(outs, scales, row, column)
 
@@ -143,9 +143,9 @@ def _square_blocks(x: Tensor, power_of_two: bool, row: bool, column: bool) -> tu
         torch.zeros(blocks[0], strides[1], dtype=torch.float32, device=x.device),
         torch.zeros(blocks[1], strides[0], dtype=torch.float32, device=x.device),
     )
-    fp8.square_blocks_kernel[blocks](
+    fp8.square_blocks_kernel[_SQUARE_BLOCKS.grid(height, width)](
         x,
-        *_pointers(outs),
+        *outs,
         *scales,
         height,
         width,
@@ -165,11 +165,6 @@ def _rooms(x: Tensor, padded: int, row: bool, column: bool, dtype: torch.dtype) 
     second = torch.empty(x.shape[1], padded, dtype=dtype, device=x.device) if column else first
     assert second is not None
     return second if first is None else first, second
-
-
-def _pointers(outs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """As the kernels write them: bytes as they lie, transposed ones by four."""
-    return outs[0], outs[1].view(torch.int32)
 
 
 def _codes(
