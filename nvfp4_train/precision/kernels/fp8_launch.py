@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from nvfp4_train.precision.config import QuantSpec
@@ -25,14 +24,15 @@ from nvfp4_train.precision.fp8 import DTYPES
 from nvfp4_train.precision.kernels import fp8
 from nvfp4_train.precision.kernels.buffers import EXACT, SLOTS
 from nvfp4_train.precision.kernels.launch_nvfp4 import enter_amax
+from nvfp4_train.precision.kernels.launcher import launch
 from nvfp4_train.precision.shards import WHOLE, Shard, take_largest
 
 _BLOCK = fp8.TILE.value
 
 
 class Tile(NamedTuple):
-    """What a program takes at a time, its warps, and how many registers its threads may have (None: as many as they
-    like; fewer let more programs run at once)."""
+    """What a program takes at a time, its warps, and how many registers a thread may have (None: as many as it likes;
+    with fewer, more programs run at once)."""
 
     rows: int
     columns: int
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
     registers: int | None = None
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
-        return triton.cdiv(rows, self.rows), triton.cdiv(columns, self.columns)
+        return -(-rows // self.rows), -(-columns // self.columns)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -48,8 +48,9 @@ class Tile(NamedTuple):
 
 
 _TENSOR = Tile(128, 64, 8)
-_ROW_BLOCKS = Tile(_BLOCK, _BLOCK, 8, 128)
 _SQUARE_BLOCKS = Tile(_BLOCK, _BLOCK, 8)
+# A program owns whole blocks, and takes so many of their rows at a time.
+_ROW_BLOCKS = Tile(32, _BLOCK, 4, 96)
 
 
 class Codes(NamedTuple):
@@ -66,7 +67,7 @@ class Codes(NamedTuple):
 
 def padded_rows(rows: int) -> int:
     """Rows of a matrix of `rows` once they are filled up."""
-    return triton.cdiv(rows, TENSOR_CORE_MULTIPLE) * TENSOR_CORE_MULTIPLE
+    return -(-rows // TENSOR_CORE_MULTIPLE) * TENSOR_CORE_MULTIPLE
 
 
 def quantize_codes(
@@ -111,10 +112,12 @@ def _one_scale(
         take_largest(amax, shard)
     if seen is None:
         seen = torch.zeros_like(scale) if delayed else scale
-    fp8.tensor_codes_kernel[_TENSOR.grid(padded, width)](
-        x, amax, *outs, scale, seen, height, padded, width, row, column, delayed, ELEMENT_MAX[element],
-        _TENSOR.rows, _TENSOR.columns, **_TENSOR.options,
-    )  # fmt: skip
+    numbers = (
+        *(height, padded, width, row, column, delayed),
+        *(ELEMENT_MAX[element], _TENSOR.rows, _TENSOR.columns),
+    )
+    grid = _TENSOR.grid(padded, width)
+    launch(fp8.tensor_codes_kernel, grid, (x, amax, *outs, scale, seen), numbers, **_TENSOR.options)
     return _codes(outs, (scale, scale), row, column)
 
 
@@ -123,12 +126,12 @@ def _row_blocks(x: Tensor, power_of_two: bool, row: bool, column: bool) -> tuple
     padded = padded_rows(height)
     outs = _rooms(x, padded, row, column, torch.float8_e4m3fn)
     scales = (
-        torch.empty(triton.cdiv(width, _BLOCK), padded, dtype=torch.float32, device=x.device),
-        torch.empty(triton.cdiv(padded, _BLOCK), width, dtype=torch.float32, device=x.device),
+        torch.empty(-(-width // _BLOCK), padded, dtype=torch.float32, device=x.device),
+        torch.empty(-(-padded // _BLOCK), width, dtype=torch.float32, device=x.device),
     )
-    fp8.row_blocks_kernel[_SQUARE_BLOCKS.grid(padded, width)](
-        x, *outs, *scales, height, padded, width, row, column, power_of_two, _ROW_BLOCKS.rows, **_ROW_BLOCKS.options
-    )
+    numbers = (height, padded, width, row, column, power_of_two, _ROW_BLOCKS.rows)
+    grid = _SQUARE_BLOCKS.grid(padded, width)
+    launch(fp8.row_blocks_kernel, grid, (x, *outs, *scales), numbers, **_ROW_BLOCKS.options)
     return _codes(outs, scales, row, column)
 
 
@@ -136,26 +139,15 @@ def _square_blocks(x: Tensor, power_of_two: bool, row: bool, column: bool) -> tu
     height, width = x.shape
     assert height % TENSOR_CORE_MULTIPLE == 0, x.shape
     outs = _rooms(x, height, row, column, torch.float8_e4m3fn)
-    blocks = triton.cdiv(height, _BLOCK), triton.cdiv(width, _BLOCK)
-    strides = [triton.cdiv(count, 4) * 4 for count in blocks]
+    blocks = _SQUARE_BLOCKS.grid(height, width)
+    strides = [-(-count // 4) * 4 for count in blocks]
     # GEMMs also read what their layout has beyond the blocks.
     scales = (
         torch.zeros(blocks[0], strides[1], dtype=torch.float32, device=x.device),
         torch.zeros(blocks[1], strides[0], dtype=torch.float32, device=x.device),
     )
-    fp8.square_blocks_kernel[_SQUARE_BLOCKS.grid(height, width)](
-        x,
-        *outs,
-        *scales,
-        height,
-        width,
-        strides[1],
-        strides[0],
-        row,
-        column,
-        power_of_two,
-        **_SQUARE_BLOCKS.options,
-    )
+    numbers = (height, width, strides[1], strides[0], row, column, power_of_two)
+    launch(fp8.square_blocks_kernel, blocks, (x, *outs, *scales), numbers, **_SQUARE_BLOCKS.options)
     return _codes(outs, scales, row, column)
 
 

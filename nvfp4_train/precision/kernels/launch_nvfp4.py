@@ -20,6 +20,7 @@ from nvfp4_train.precision.kernels.buffers import (
     slots,
     whole_shape,
 )
+from nvfp4_train.precision.kernels.launcher import launch
 from nvfp4_train.precision.rounding import Key
 from nvfp4_train.precision.shards import Shard, take_largest
 
@@ -86,7 +87,8 @@ def flat_amax(x: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
 
 def enter_amax(x: Tensor, amax: Tensor) -> None:
     """Fill the first `SLOTS` slots with largest magnitudes of a contiguous tensor."""
-    nvfp4.flat_amax_kernel[(SLOTS,)](x, amax, x.numel(), _FLAT_AMAX.block, num_warps=_FLAT_AMAX.warps, **EXACT)
+    numbers = x.numel(), _FLAT_AMAX.block
+    launch(nvfp4.flat_amax_kernel, (SLOTS, 1), (x, amax), numbers, num_warps=_FLAT_AMAX.warps, **EXACT)
 
 
 def _four_over_six(x: Tensor, spec: QuantSpec, amax: Tensor, out: Tensor, scales: Tensor) -> None:
