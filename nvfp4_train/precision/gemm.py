@@ -14,8 +14,8 @@ A cheaper form, `precision.gemm=bf16_scaled`, hands over operands that are scale
 this is a plain BF16 GEMM, and each operand is off by at most 2^-9 of a value. It pays where the exact one is FP32, as
 for the emulated fp8_block.
 
-Where the hardware multiplies FP8 itself, operands come as float8 codes with their scales (`kernels/fp8_launch.py`), and
-the product is the emulated one up to the order of the sum.
+Where the hardware multiplies FP8 itself (`fp8_gemm`), operands come as float8 codes with their scales
+(`kernels/fp8_launch.py`), and the product is the emulated one up to the order of the sum.
 
 On a CPU BF16 GEMMs are slow and the accumulator is not FP32 everywhere; values are FP32 there and the products are
 the same.
@@ -28,7 +28,6 @@ from torch import Tensor
 
 from nvfp4_train.precision.kernels import cublaslt
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FP8_ALIGNMENT = 16  # bytes, of every matrix of an FP8 GEMM
 
 
@@ -46,10 +45,10 @@ def gemm(
     """a b, times both scales and plus the bias in FP32, rounded once to `dtype`.
 
     Args:
-        a: values [M, K], any strides; FP32, or BF16 on CUDA. Or float8 codes, K contiguous.
+        a: values [M, K], any strides; FP32, or BF16 on CUDA.
         b: values [K, N], likewise.
-        scale_a: FP32; 0-d for the tensor or [M] for its rows; None for 1. Of codes: as `fp8_launch` makes them.
-        scale_b: FP32; 0-d for the tensor or [N] for the columns; None for 1. Of codes: likewise.
+        scale_a: FP32; 0-d for the tensor or [M] for its rows; None for 1.
+        scale_b: FP32; 0-d for the tensor or [N] for the columns; None for 1.
         bias: [N] or None.
         dtype: of the result, bfloat16 or float32.
         add_to: FP32 [M, N] to which an FP32 result is added in place (a gradient buffer), or None.
@@ -58,10 +57,6 @@ def gemm(
     Returns:
         [M, N]; `add_to` itself where it is given.
     """
-    if a.dtype in FP8:
-        assert scale_a is not None
-        assert scale_b is not None
-        return _fp8(a, b, scale_a, scale_b, bias, dtype, add_to, start)
     factors = [] if scale_a is None else [scale_a[:, None] if scale_a.dim() == 1 else scale_a]
     factors += [] if scale_b is None else [scale_b]
     half = a.dtype == torch.bfloat16 and b.dtype == torch.bfloat16
@@ -106,22 +101,33 @@ def _scaled_inside(
     )
 
 
-def _fp8(
+def fp8_gemm(
     a: Tensor,
     b: Tensor,
+    *,
     scale_a: Tensor,
     scale_b: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    add_to: Tensor | None,
-    start: bool,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    add_to: Tensor | None = None,
+    start: bool = False,
 ) -> Tensor:
-    """The whole of `gemm` for float8 codes; a bias is added to the FP32 product."""
+    """a b^T of FP8 operands on FP8 tensor cores; a bias is added to the FP32 product.
+
+    Args:
+        a: float8 codes [M, K], contiguous.
+        b: float8 codes [N, K], likewise.
+        scale_a, scale_b: as `fp8_launch` makes them.
+        bias, dtype, add_to, start: as of `gemm`.
+
+    Returns:
+        [M, N]; `add_to` itself where it is given.
+    """
     in_place = add_to is not None and add_to.data_ptr() % _FP8_ALIGNMENT == 0
     accumulated = torch.float32 if bias is not None else dtype
-    out = add_to if in_place else torch.empty(a.shape[0], b.shape[1], dtype=accumulated, device=a.device)
+    out = add_to if in_place else torch.empty(a.shape[0], b.shape[0], dtype=accumulated, device=a.device)
     assert out is not None
-    cublaslt.fp8_mm(a, b.t(), scale_a, scale_b, out=out, accumulate=in_place and not start)
+    cublaslt.fp8_mm(a, b, scale_a, scale_b, out=out, accumulate=in_place and not start)
     if bias is not None:
         return out.add_(bias).to(dtype)
     return out if add_to is None or in_place else written(out, add_to, start)

@@ -4,8 +4,8 @@
 spec, and make two operands of one tensor from one read: a linear's input is quantized along features and along tokens,
 and so is the gradient of its output.
 
-`native` operands are what FP8 tensor cores read: codes in place of values. They are in the layout of x too, with the
-contracted dimension contiguous in memory, filled up with zero rows to whole blocks of tokens.
+`native` operands are what FP8 tensor cores read: codes in place of values. Their rows lie along the contraction, in the
+layout of x or transposed, with tokens filled up by zeros to a multiple of 16.
 """
 
 from __future__ import annotations

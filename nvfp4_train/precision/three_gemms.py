@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch import Tensor
 from nvfp4_train.precision.assignment import LinearPrecision
 from nvfp4_train.precision.config import Operand, QuantSpec
 from nvfp4_train.precision.formats import FP8_FORMATS, layout_independent
-from nvfp4_train.precision.gemm import gemm, written
+from nvfp4_train.precision.gemm import fp8_gemm, gemm, written
 from nvfp4_train.precision.keys import RandomOperand
 from nvfp4_train.precision.operands import made_together, quantize_both, quantize_operand
 from nvfp4_train.precision.quantizer import Values, quantize_values
@@ -40,7 +39,8 @@ class Factor(NamedTuple):
     """One of the two factors of a GEMM: `values * scale`.
 
     Attributes:
-        values: as the GEMM takes them; float8 codes of a native operand, whose tokens are filled up to whole blocks.
+        values: as the GEMM takes them, in the layout of the tensor. Of a native operand float8 codes, rows along the
+            contraction, with tokens filled up.
         scale: FP32, 0-d or one for each row of the operand; None for 1. Of codes: as `gemm` takes them.
         format: of the values; what is written down as having run.
     """
@@ -116,8 +116,7 @@ class ThreeGemms:
         both = self._both(x, ("fprop", "input"), ("wgrad", "input"), call) if for_wgrad else None
         inputs = self._quantize(x, "fprop", "input", 1, call) if both is None else both[0]
         weights = self._weight(weight, "fprop", 1, call)
-        y = gemm(inputs.values, weights.values.t(), scale_a=inputs.scale, scale_b=weights.scale, bias=bias)[: len(x)]
-        self._record("fprop", inputs, weights, call)
+        y = self._multiply("fprop", inputs, weights, call, bias=bias)[: len(x)]
         if both is not None:
             return y, both[1]
         backward = self._operand("wgrad", "input", call)
@@ -142,9 +141,7 @@ class ThreeGemms:
 
     def input_gradient(self, gradient: Factor, weight: Tensor, call: Call, tokens: int | None = None) -> Tensor:
         """dX = dY W, [tokens, in] BF16; `tokens` where the gradient may have been filled up."""
-        weights = self._weight(weight, "dgrad", 0, call)
-        self._record("dgrad", gradient, weights, call)
-        return gemm(gradient.values, weights.values, scale_a=gradient.scale, scale_b=weights.scale)[:tokens]
+        return self._multiply("dgrad", gradient, self._weight(weight, "dgrad", 0, call), call)[:tokens]
 
     def weight_gradient(
         self, gradient: Factor, kept: Factor, call: Call, add_to: Tensor | None, start: bool = False
@@ -153,13 +150,26 @@ class ThreeGemms:
         sum written over what it held.
         """
         inputs = self._kept(kept, call)
-        product = partial(gemm, gradient.values.t(), inputs.values, scale_a=gradient.scale, scale_b=inputs.scale)
-        self._record("wgrad", gradient, inputs, call)
         if not call.sampled:
-            return product(dtype=torch.float32, add_to=add_to, start=start)
-        dw = product(dtype=torch.float32)
+            return self._multiply("wgrad", gradient, inputs, call, dtype=torch.float32, add_to=add_to, start=start)
+        dw = self._multiply("wgrad", gradient, inputs, call, dtype=torch.float32)
         self.runtime.health.weight_gradient(self.name, dw)
         return dw if add_to is None else written(dw, add_to, start)
+
+    def _multiply(self, gemm_name: str, first: Factor, second: Factor, call: Call, **options: Any) -> Tensor:
+        """The product of two factors, see `gemm`, and what it was made of in the books."""
+        codes = gemm_name in self._native and first.values.itemsize == second.values.itemsize == 1
+        if self.runtime.observing:
+            ran = " x ".join(dict.fromkeys((first.format, second.format)))
+            emulated = self.runtime.native and not codes and {first.format, second.format} & set(FP8_FORMATS)
+            self.runtime.record(self.name, gemm_name, f"{ran}, emulated" if emulated else ran, call)
+        if codes:
+            assert first.scale is not None
+            assert second.scale is not None
+            return fp8_gemm(first.values, second.values, scale_a=first.scale, scale_b=second.scale, **options)
+        a = first.values.t() if gemm_name == "wgrad" else first.values
+        b = second.values.t() if gemm_name == "fprop" else second.values
+        return gemm(a, b, scale_a=first.scale, scale_b=second.scale, **options)
 
     # ---- their operands
 
@@ -291,11 +301,3 @@ class ThreeGemms:
         if call.keys is not None:
             return call.keys[self.name, operand]
         return element_key(self.runtime.seed, call.step, call.microbatch, self.name, operand)
-
-    def _record(self, gemm_name: str, first: Factor, second: Factor, call: Call) -> None:
-        if not self.runtime.observing:
-            return
-        ran = " x ".join(dict.fromkeys((first.format, second.format)))
-        if self.runtime.native and any(f.format in FP8_FORMATS and f.values.itemsize > 1 for f in (first, second)):
-            ran += ", emulated"
-        self.runtime.record(self.name, gemm_name, ran, call)

@@ -57,7 +57,7 @@ class Codes(NamedTuple):
     """An FP8 operand.
 
     Attributes:
-        values: float8 in the layout of x, [M, N] with M filled up; the contracted dimension is contiguous in memory.
+        values: float8 [rows, K], contiguous: as x lies, or transposed; M filled up.
         scale: decode scales, FP32; see the module's docstring.
     """
 
@@ -163,4 +163,4 @@ def _codes(
     outs: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], row: bool, column: bool
 ) -> tuple[Codes | None, Codes | None]:
     first = Codes(outs[0], scales[0]) if row else None
-    return first, Codes(outs[1].t(), scales[1]) if column else None
+    return first, Codes(outs[1], scales[1]) if column else None

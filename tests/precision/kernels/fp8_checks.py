@@ -64,7 +64,7 @@ def differences(x: Tensor, device: str, alone: bool = True) -> list[str]:
             assert [first is None, second is None] == [wanted is None for wanted in way]
             if first is not None and not same(first, filled, spec, first.values):
                 different.append(f"along columns: {spec}")
-            if second is not None and not same(second, filled.t().contiguous(), spec, second.values.t()):
+            if second is not None and not same(second, filled.t().contiguous(), spec, second.values):
                 different.append(f"along rows: {spec}")
             if seen is not None and not torch.equal(seen.cpu().nan_to_num(-1), x.abs().amax().float().nan_to_num(-1)):
                 different.append(f"amax: {spec}")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_train.precision import QuantSpec
-from nvfp4_train.precision.gemm import gemm
+from nvfp4_train.precision.gemm import fp8_gemm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,12 +60,12 @@ def operands(first: QuantSpec, second: QuantSpec) -> tuple[tuple[Tensor, Tensor]
 def test_products(pair: tuple[QuantSpec, QuantSpec]) -> None:
     needs_blocks(*pair)
     (a, scale_a), (b, scale_b), exact = operands(*pair)
-    wide = gemm(a, b.t(), scale_a=scale_a, scale_b=scale_b, dtype=torch.float32)
+    wide = fp8_gemm(a, b, scale_a=scale_a, scale_b=scale_b, dtype=torch.float32)
     assert float((wide - exact).norm() / exact.norm()) < ACCUMULATION
-    half = gemm(a, b.t(), scale_a=scale_a, scale_b=scale_b)
+    half = fp8_gemm(a, b, scale_a=scale_a, scale_b=scale_b)
     assert float((half - exact).norm() / exact.norm()) < 2e-3
     bias = torch.linspace(-1, 1, 768, device="cuda")
-    assert torch.equal(gemm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias), (wide + bias).bfloat16())
+    assert torch.equal(fp8_gemm(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias), (wide + bias).bfloat16())
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
@@ -78,7 +78,7 @@ def test_pytorch_multiplies_to_the_same_bits(pair: tuple[QuantSpec, QuantSpec]) 
     first, second = (getattr(ScalingType, kinds[spec]) for spec in pair)
     scales = [scale if scale.dim() == 0 else scale.t() for scale in (scale_a, scale_b)]
     theirs = scaled_mm(a, b.t(), scales[0], first, scales[1], second, output_dtype=torch.float32)
-    assert torch.equal(gemm(a, b.t(), scale_a=scale_a, scale_b=scale_b, dtype=torch.float32), theirs)
+    assert torch.equal(fp8_gemm(a, b, scale_a=scale_a, scale_b=scale_b, dtype=torch.float32), theirs)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4])
@@ -86,7 +86,7 @@ def test_adds_to_a_buffer_aligned_or_not(offset: int) -> None:
     (a, scale_a), (b, scale_b), exact = operands(E5M2, CURRENT)
     whole = torch.ones(512 * 768 + offset, device="cuda")
     buffer = whole[offset:].view(512, 768)
-    found = gemm(a, b.t(), scale_a=scale_a, scale_b=scale_b, dtype=torch.float32, add_to=buffer)
+    found = fp8_gemm(a, b, scale_a=scale_a, scale_b=scale_b, dtype=torch.float32, add_to=buffer)
     assert found is buffer
     assert float((buffer - 1 - exact).norm() / exact.norm()) < ACCUMULATION
     assert bool((whole[:offset] == 1).all())
