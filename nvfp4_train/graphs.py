@@ -48,7 +48,6 @@ class MicroBatchGraphs:
         self._batch: Batch = {}
         self._keys = runtime.new_keys()
         self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-        self._amaxes: frozenset[int] = frozenset()
 
     @property
     def serve(self) -> bool:
@@ -73,8 +72,6 @@ class MicroBatchGraphs:
                 self._graphs[first] = self._record()
             self._graphs[first].replay()
             sums.append(self._sums.clone())
-        if runtime.histories is not None:
-            runtime.histories.recorded_again(self._amaxes)
         self._model.config.finalize_model_grads_func([self._model])
         return sums
 
@@ -89,7 +86,7 @@ class MicroBatchGraphs:
         """Drop what is recorded and its memory; the next step records anew."""
         for graph in self._graphs.values():
             graph.reset()
-        self._graphs, self._pool, self._pool_bytes, self._amaxes = {}, None, 0, frozenset()
+        self._graphs, self._pool, self._pool_bytes = {}, None, 0
         self._runtime.weights_changed()
 
     def _fill(self, batch: Batch) -> None:
@@ -109,8 +106,6 @@ class MicroBatchGraphs:
             total.backward()
             self._sums.copy_(sums)
         self._pool_bytes += torch.cuda.memory_reserved() - before
-        if self._runtime.histories is not None:
-            self._amaxes |= self._runtime.histories.recorded()
         return graph
 
 

@@ -48,14 +48,6 @@ class AmaxHistories:
         entry = self._entry_of[name]
         torch.maximum(entry, amax.to(entry.dtype), out=entry)
 
-    def recorded(self) -> frozenset[int]:
-        """Which tensors were quantized in this step."""
-        return frozenset(self._recorded)
-
-    def recorded_again(self, recorded: frozenset[int]) -> None:
-        """The recording of these amaxes was replayed on the device."""
-        self._recorded |= recorded
-
     def end_step(self, reduce: Callable[[Tensor], None] | None = None) -> None:
         """Enter the step's maxima of the tensors that were quantized in it.
 

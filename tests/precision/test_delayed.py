@@ -54,16 +54,18 @@ def test_scale_is_one_before_the_first_entry_and_then_the_history_s() -> None:
     assert torch.equal(second[0], (product * (1 / enc_x) * (1 / enc_w)).bfloat16())
 
 
-def test_a_replayed_recording_is_entered_like_the_first() -> None:
+def test_what_a_kernel_enters_is_the_step_s_as_what_is_recorded() -> None:
+    """A graph that is replayed enters amaxes where no call is seen."""
     histories = AmaxHistories(["a.input", "b.input"], 3, torch.device("cpu"))
     histories.record("b.input", torch.tensor(4.0))
-    recorded = histories.recorded()
     histories.end_step()
-    histories._step[1] = 5.0  # what a graph does on the device; Python sees no call
-    histories.recorded_again(recorded)
+    histories.entry("b.input").fill_(0.0)
     histories.end_step()
-    assert histories.state_dict()["b.input"].tolist() == [5.0, 4.0, 0.0]
+    histories.entry("b.input").fill_(torch.nan)
+    histories.end_step()
+    assert histories.state_dict()["b.input"].tolist() == [0.0, 0.0, 4.0]
     assert histories.state_dict()["a.input"].tolist() == [0.0, 0.0, 0.0]
+    assert float(histories.amax("b.input")) == 4.0
 
 
 def test_history_forgets_what_is_older_than_its_length() -> None:
