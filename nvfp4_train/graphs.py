@@ -1,30 +1,26 @@
-"""Forward and backward pass of a micro-batch, and the update, as CUDA graphs, so that the GPU never waits for Python.
+"""Forward and backward pass of a micro-batch as a CUDA graph, so that the GPU never waits for Python.
 
 Python needs about ten microseconds to launch a kernel, and a small model's kernels are shorter. A graph is recorded
 once, while nothing runs, and replayed with one launch: the same kernels on the same addresses, so a step has the bits
-that it has without. What differs from one replay to the next lies in memory that is filled before it: the batch and the
-keys of its random bits; the learning rate and what the gradients are multiplied by.
+that it has without. What differs from one micro-batch to the next lies in memory that is filled before each replay: the
+batch, and the keys of the random bits.
 
-Two graphs make the passes of a step, of its first micro-batch, which quantizes the weights too, and of every later one,
-which uses what the first left. Steps in which Python must watch run without: the first step of the process and of each
-phase, in which the precision runtime takes down what ran (and kernels are compiled and tuned), and those whose
-quantization health is sampled. So does evaluation.
+Two graphs make a step, of its first micro-batch, which quantizes the weights too, and of every later one, which uses
+what the first left. Steps in which Python must watch run without: the first step of the process and of each phase, in
+which the precision runtime takes down what ran (and kernels are compiled and tuned), and those whose quantization
+health is sampled. So does evaluation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from nvfp4_train.distributed import World
-from nvfp4_train.optimizer import inner_optimizers, sharded_parts, update
 from nvfp4_train.passes import Batch, loss_sum, losses_of
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.precision.runtime import PrecisionRuntime
@@ -101,7 +97,9 @@ class MicroBatchGraphs:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
-        with _recording(graph, self._pool):
+        # Other threads go on: they pin batches, and NCCL's asks for the state of its collectives.
+        here = torch.cuda.current_stream()
+        with _no_random_numbers(), torch.cuda.graph(graph, self._pool, here, capture_error_mode="thread_local"):
             total, _, sums = loss_sum(losses_of(self._model, self._batch), mask=self._batch["loss_mask"])
             total.backward()
             self._sums.copy_(sums)
@@ -109,73 +107,15 @@ class MicroBatchGraphs:
         return graph
 
 
-class UpdateGraph:
-    """`optimizer.update` as a CUDA graph; its first call, which may compile and allocate, runs without.
-
-    Args:
-        optimizer: torch's AdamW, fused, which no replicas share.
-        chunks: whose gradients it applies.
-        device: of the parameters.
-    """
-
-    def __init__(
-        self, optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], device: torch.device
-    ) -> None:
-        self._optimizer, self._chunks = optimizer, chunks
-        self._factor, self._lr = torch.ones(2, device=device).unbind()
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._warm = False
-
-    def __call__(self, factor: float) -> None:
-        """One step with the gradients times `factor`, at the learning rate that the groups have."""
-        if not self._warm:
-            update(self._optimizer, self._chunks, factor)
-            self._warm = True
-            return
-        self._factor.fill_(factor)
-        self._lr.fill_(self._groups()[0]["lr"])
-        if self._graph is None:
-            self._graph = self._record()
-        self._graph.replay()
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for inner in inner_optimizers(self._optimizer) for group in inner.param_groups]
-
-    def _record(self) -> torch.cuda.CUDAGraph:
-        graph, groups = torch.cuda.CUDAGraph(), self._groups()
-        before = [(group["lr"], group["capturable"]) for group in groups]
-        for group in groups:
-            group["lr"], group["capturable"] = self._lr, True
-        try:
-            with _recording(graph):
-                update(self._optimizer, self._chunks, self._factor)
-        finally:
-            for group, (lr, capturable) in zip(groups, before, strict=True):
-                group["lr"], group["capturable"] = lr, capturable
-        return graph
-
-
-def build_update(
-    optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], world: World, *, graphs: bool
-) -> Callable[[float], None]:
-    """`optimizer.update` for these; as a graph where it is torch's and exchanges nothing with other ranks."""
-    ours = all(isinstance(inner, torch.optim.AdamW) for inner in inner_optimizers(optimizer))
-    if graphs and ours and not sharded_parts(optimizer):
-        return UpdateGraph(optimizer, chunks, world.device)
-    return partial(update, optimizer, chunks)
-
-
 @contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """What is launched within becomes the graph. Other threads go on: they pin batches, and NCCL's looks at its events.
+def _no_random_numbers() -> Iterator[None]:
+    """Activation recompute saves and restores the GPU's random state by reference: no number can be read now.
 
-    Activation recompute saves and restores the GPU's random state by reference here, since no number can be read.
     Nothing draws from it: there is no dropout, and stochastic rounding has keys of its own.
     """
     tracker = get_cuda_rng_tracker()
     tracker.use_cudagraphable_rng = True
     try:
-        with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            yield
+        yield
     finally:
         tracker.use_cudagraphable_rng = False

@@ -1,9 +1,13 @@
-"""Megatron's AdamW over FP32 parameters: they are the master weights; gradients and both moments are FP32 too."""
+"""torch's AdamW, in Megatron's hands, over FP32 parameters: they are the master weights; gradients and both moments are
+FP32 too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
+import megatron.core.optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -53,8 +57,9 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW with decoupled weight decay for the parameters that take one.
 
-    Megatron's own clipping is off: `gradients` clips by a norm that is the same in every layout. The moments exist
-    from the start, so that a checkpoint holds them even before the first update.
+    It is torch's, on a GPU with a kernel of our own, whatever else is installed that Megatron would prefer: one kind of
+    state everywhere. Megatron's own clipping is off: `gradients` clips by a norm that is the same in every layout. The
+    moments exist from the start, so that a checkpoint holds them even before the first update.
     """
     spared = ParamKey(with_name_predicate=ParamWithNamePredicate(name="no_weight_decay", fn=_takes_no_decay))
     settings = MegatronOptimizerConfig(
@@ -72,8 +77,13 @@ def build_optimizer(
         use_distributed_optimizer=parallel.distributed_optimizer,
         overlap_param_gather=parallel.overlap_param_gather,
     )
-    with megatron_device():
+    with megatron_device(), mock.patch.object(megatron.core.optimizer, "USING_PYTORCH_OPTIMIZER", True):
         optimizer = get_megatron_optimizer(settings, list(chunks), {spared: ParamGroupOverride(wd_mult=0.0)})
+    if on_gpu(chunks):
+        from nvfp4_train.fused_adam import FusedAdamW
+
+        for inner in inner_optimizers(optimizer):
+            inner.__class__ = FusedAdamW
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
         del (
@@ -89,27 +99,20 @@ def _takes_no_decay(parameter: torch.nn.Parameter, name: str) -> bool:
 
 
 def _ensure_moments(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter that has no optimizer state yet zero moments and step 0, as AdamW's first step would.
-
-    On a GPU torch's AdamW is told to update all parameters in one pass over memory; it counts its steps there then.
-    """
+    """Give every parameter that has no optimizer state yet zero moments and step 0, as AdamW's first step would."""
     for inner in inner_optimizers(optimizer):
-        counts_in_state = isinstance(inner, torch.optim.AdamW)  # fused optimizers count in the group instead
         for group in inner.param_groups:
-            if counts_in_state:
-                group["fused"] = all(parameter.is_cuda for parameter in group["params"])
             for parameter in group["params"]:
                 state = inner.state[parameter]
                 state.setdefault("exp_avg", torch.zeros_like(parameter))
                 state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
-                if counts_in_state:
-                    count = state.get("step", torch.tensor(0.0))
-                    state["step"] = count.to(parameter.device if group["fused"] else "cpu")
+                state["step"] = state.get("step", torch.tensor(0.0)).cpu()
 
 
-def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.AdamW]:
     """torch's optimizers inside Megatron's."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        assert isinstance(part.optimizer, torch.optim.AdamW), type(part.optimizer).__name__
         yield part.optimizer
 
 
@@ -132,21 +135,31 @@ def updated_here(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, tuple
     return {parameter: (found.start, found.end) for parameter, found in ranges.items()}
 
 
-def update(
-    optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], factor: float | torch.Tensor
-) -> None:
-    """One step with the gradients in the buffers times `factor`. Megatron's `step` would take their norm once more."""
+def on_gpu(chunks: Sequence[DistributedDataParallel]) -> bool:
+    """Whether parameters and gradients are there."""
+    return bool(chunks[0].buffers[0].grad_data.is_cuda)
+
+
+def update(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], factor: float) -> None:
+    """One step with the gradients in the buffers times `factor`. Megatron's `step` would take their norm once more.
+
+    On a GPU AdamW takes the factor in while it reads them; elsewhere a pass over them comes first.
+    """
     with megatron_device():
-        for chunk in chunks:
-            chunk.scale_gradients(factor)  # type: ignore[arg-type]  # it multiplies by what it is given
+        if on_gpu(chunks):
+            for inner in inner_optimizers(optimizer):
+                inner.factor = factor  # type: ignore[attr-defined]
+        else:
+            for chunk in chunks:
+                chunk.scale_gradients(factor)
         optimizer.prepare_grads()
         optimizer.step_with_ready_grads()
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
-    """One learning rate for all groups; a fused optimizer's is an FP32 number, as it reads it from a GPU's memory."""
+    """One learning rate for all groups."""
     for group in optimizer.param_groups:
-        group["lr"] = float(torch.tensor(lr, dtype=torch.float32)) if group.get("fused") else lr
+        group["lr"] = lr
 
 
 def describe_groups(chunks: Sequence[torch.nn.Module], weight_decay: float) -> str:

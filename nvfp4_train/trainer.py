@@ -24,7 +24,7 @@ from nvfp4_train.environment import environment, environment_that_counts, source
 from nvfp4_train.evaluation import validation_metrics
 from nvfp4_train.exits import ExitCode
 from nvfp4_train.first_bad import first_bad
-from nvfp4_train.graphs import MicroBatchGraphs, build_update
+from nvfp4_train.graphs import MicroBatchGraphs
 from nvfp4_train.layout import choose_backend, choose_graphs, tokens_per_step
 from nvfp4_train.metrics import Metrics, MetricsFile, marked_passes
 from nvfp4_train.optimizer import (
@@ -32,6 +32,7 @@ from nvfp4_train.optimizer import (
     describe_groups,
     gather_parameters,
     set_learning_rate,
+    update,
     updated_here,
     wrap_data_parallel,
 )
@@ -118,7 +119,6 @@ class Trainer:
         self.optimizer = build_optimizer(config.optimizer, config.parallel, self.parallel_chunks)
         self.gradient_norm = gradients.GradientNorm(self.chunks, updated_here(self.optimizer))
         self.graphs = MicroBatchGraphs(self.parallel_chunks[0], self.runtime, world) if graphs else None
-        self.update = build_update(self.optimizer, self.parallel_chunks, world, graphs=graphs)
         say(describe_groups(self.chunks, config.optimizer.weight_decay))
         self.schedule = build_schedule(config.schedule, config.optimizer, config.steps, tokens_per_step(config))
 
@@ -274,7 +274,7 @@ class Trainer:
     def _update(self, factor: float, lr: float) -> None:
         """Step with the gradients times `factor`, and tell the quantized weights that they are stale."""
         set_learning_rate(self.optimizer, lr)
-        self.update(factor)
+        update(self.optimizer, self.parallel_chunks, factor)
         self.runtime.weights_changed()
         self.skipped = 0
 

@@ -17,9 +17,9 @@ with quiet():
     from nvfp4_train.config import RunConfig
     from nvfp4_train.distributed import World
     from nvfp4_train.gradients import GradientNorm, of_mean, start_gradients, update_factor
-    from nvfp4_train.graphs import MicroBatchGraphs, build_update
+    from nvfp4_train.graphs import MicroBatchGraphs
     from nvfp4_train.layout import choose_graphs
-    from nvfp4_train.optimizer import build_optimizer, set_learning_rate, wrap_data_parallel
+    from nvfp4_train.optimizer import build_optimizer, set_learning_rate, update, wrap_data_parallel
     from nvfp4_train.passes import Batch, run_micro_batches
     from nvfp4_train.precision.phases import Passes
     from nvfp4_train.setup import build_quantized_model, compute_capability
@@ -49,7 +49,6 @@ class TrainingStep:
         self.gradient_norm = GradientNorm(quantized.chunks)
         graphs, _ = choose_graphs(config, quantized.backend, compute_capability(world.device))
         self.graphs = MicroBatchGraphs(self.chunks[0], self.runtime, world) if graphs else None
-        self.update = build_update(self.optimizer, self.chunks, world, graphs=graphs)
         self.batches = random_batches(config, world)
         self.step = 0
         for _ in range(warm_up):
@@ -69,7 +68,7 @@ class TrainingStep:
         self.loss = total.mean
         self.runtime.end_step()
         set_learning_rate(self.optimizer, self.config.optimizer.lr)
-        self.update(update_factor(norm, self.config.optimizer.clip, total.tokens))
+        update(self.optimizer, self.chunks, update_factor(norm, self.config.optimizer.clip, total.tokens))
         self.runtime.weights_changed()
         if sample_health:
             assert self.runtime.health.metrics()

@@ -221,14 +221,3 @@ def test_zero_gradients_move_only_what_decays(make: Make, world: World) -> None:
     spared = sum(before[name].numel() for name in kept)
     line = describe_groups([step.model], 0.1)
     assert f"none on {spared:,} (A_log, D, conv1d_bias, conv1d_weight, dt_bias, norm)" in line
-
-
-def test_a_fused_optimizer_gets_its_learning_rate_as_an_fp32_number(make: Make, world: World) -> None:
-    """As it stands in a GPU's memory for a recorded update: the same bits recorded or not."""
-    step = Step(make, world)
-    optimizer = build_optimizer(step.config.optimizer, step.config.parallel, [step.parallel_model])
-    for fused, expected in ((False, 0.1), (True, 0.10000000149011612)):
-        for group in optimizer.param_groups:
-            group["fused"] = fused
-        set_learning_rate(optimizer, 0.1)
-        assert [group["lr"] for group in optimizer.param_groups] == [expected] * len(optimizer.param_groups)
