@@ -46,9 +46,15 @@ class AttentionKernel:
 
 
 def choose_attention(config: ModelConfig, device: torch.device) -> AttentionKernel:
-    """cuDNN's kernel on a CUDA device where it takes the model's heads, unless `config.kernels` says torch."""
+    """cuDNN's kernel on a CUDA device, where it takes the model's heads.
+
+    PyTorch's own where `config.kernels` says torch, and where torch is to take only kernels that add in a fixed order:
+    cuDNN's backward pass does not.
+    """
     if config.kernels == "torch" or device.type != "cuda":
         return AttentionKernel(torch_attention, "attention: PyTorch")
+    if torch.are_deterministic_algorithms_enabled():
+        return AttentionKernel(torch_attention, "attention: PyTorch (cuDNN's kernel adds in no fixed order)")
     query, key, value = (t.permute(1, 2, 0, 3) for t in _random_heads(config, device))
     if can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, True, query.shape[1] != key.shape[1])):
         return AttentionKernel(cudnn_attention, f"attention: cuDNN {torch.backends.cudnn.version()}, masked: PyTorch")

@@ -96,7 +96,8 @@ def _logits_gradient_kernel(  # type: ignore[no-untyped-def]
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + row * columns + at, mask=at < columns, other=float("-inf")).to(tl.float32)
     share = tl.exp(logits - tl.load(normalizer_ptr + row))
-    share -= tl.where(at == tl.load(label_ptr + row) - first, 1.0, 0.0)
+    label = (tl.load(label_ptr + row) - first).to(tl.int32)  # or each column would be compared with 64 bits
+    share -= tl.where(at == label, 1.0, 0.0)
     tl.store(dlogits_ptr + row * columns + at, share * tl.load(dloss_ptr + row), mask=at < columns)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS = 2048  # that a program holds at once, unless one group has more
+_PIECES = 5  # of a group, at most, so that they have a power of two of columns each; else one is filled up
 _PARTS = 1056  # programs of a backward pass; each sums its rows' share of the weight's gradient
 
 
@@ -28,50 +28,64 @@ def _places(row, inner, outer_stride, inner_stride):  # type: ignore[no-untyped-
 @triton.jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, y_ptr, scale_ptr, rows, inner, outer_stride, inner_stride, eps, width,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """x / rms(x) * weight over one group of ROWS rows, and 1 / rms(x)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK)
-    column = tl.program_id(1) * GROUP + at
     inside = (row < rows)[:, None] & (at < GROUP)[None, :]
-    start = _places(row, inner, outer_stride, inner_stride)
-    x = tl.load(x_ptr + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=at < GROUP, other=0.0)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / GROUP + eps)
-    y = x * scale[:, None] * weight[None, :]
-    tl.store(y_ptr + row.to(tl.int64)[:, None] * width + column[None, :], y, mask=inside)
+    own = _places(row, inner, outer_stride, inner_stride)[:, None] + (tl.program_id(1) * GROUP + at)[None, :]
+    dense = row.to(tl.int64)[:, None] * width + (tl.program_id(1) * GROUP + at)[None, :]
+    squares, pieces = tl.zeros((ROWS, BLOCK), tl.float32), ()
+    for i in tl.static_range(PIECES):
+        x = tl.load(x_ptr + own + i * BLOCK, mask=inside, other=0.0).to(tl.float32)
+        squares += x * x
+        pieces = pieces + (x,)  # type: ignore[assignment]
+    scale = 1.0 / tl.sqrt_rn(tl.sum(squares, 1) / GROUP + eps)
+    for i in tl.static_range(PIECES):
+        weight = tl.load(weight_ptr + tl.program_id(1) * GROUP + i * BLOCK + at, mask=at < GROUP, other=0.0)
+        tl.store(y_ptr + dense + i * BLOCK, pieces[i] * scale[:, None] * weight[None, :], mask=inside)
     tl.store(scale_ptr + tl.program_id(1) * rows + row, scale, mask=row < rows)
 
 
 @triton.jit
 def _norm_gradient_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, scale_ptr, dy_ptr, skip_ptr, dx_ptr, part_ptr, rows, inner, outer_stride, inner_stride,
-    width, SHARE: tl.constexpr, SKIP: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    width, SHARE: tl.constexpr, SKIP: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """dx of one group of SHARE rows, ROWS at a time, and what these rows give to the weight's gradient."""
     at = tl.arange(0, BLOCK)
     column = tl.program_id(1) * GROUP + at
-    weight = tl.load(weight_ptr + column, mask=at < GROUP, other=0.0)
-    part = tl.zeros((ROWS, BLOCK), tl.float32)
+    weights, parts = (), ()
+    for i in tl.static_range(PIECES):
+        weight = tl.load(weight_ptr + column + i * BLOCK, mask=at < GROUP, other=0.0)
+        weights = weights + (weight[None, :],)  # type: ignore[assignment]
+        parts = parts + (tl.zeros((ROWS, BLOCK), tl.float32),)  # type: ignore[assignment]
     first = tl.program_id(0) * SHARE
     for begin in range(0, SHARE, ROWS):
         row = first + begin + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (at < GROUP)[None, :]
         own = _places(row, inner, outer_stride, inner_stride)[:, None] + column[None, :]
         dense = row.to(tl.int64)[:, None] * width + column[None, :]
-        x = tl.load(x_ptr + own, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + dense, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(scale_ptr + tl.program_id(1) * rows + row, mask=row < rows, other=0.0)[:, None]
-        unit = x * scale
-        weighted = dy * weight[None, :]
-        mean = tl.sum(unit * weighted, 1)[:, None] / GROUP
-        dx = (weighted - unit * mean) * scale
-        if SKIP:
-            dx += tl.load(skip_ptr + dense, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + own, dx, mask=inside)
-        part += dy * unit
-    tl.store(part_ptr + tl.program_id(0) * width + column, tl.sum(part, 0), mask=at < GROUP)
+        products, units, weighted, sums = tl.zeros((ROWS, BLOCK), tl.float32), (), (), ()
+        for i in tl.static_range(PIECES):
+            unit = tl.load(x_ptr + own + i * BLOCK, mask=inside, other=0.0).to(tl.float32) * scale
+            dy = tl.load(dy_ptr + dense + i * BLOCK, mask=inside, other=0.0).to(tl.float32)
+            dunit = dy * weights[i]  # type: ignore[misc]
+            products += unit * dunit
+            units, weighted = units + (unit,), weighted + (dunit,)  # type: ignore[assignment]
+            sums = sums + (parts[i] + dy * unit,)  # type: ignore[assignment,misc]
+        parts = sums
+        mean = tl.sum(products, 1)[:, None] / GROUP
+        for i in tl.static_range(PIECES):
+            dx = (weighted[i] - units[i] * mean) * scale
+            if SKIP:
+                dx += tl.load(skip_ptr + dense + i * BLOCK, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + own + i * BLOCK, dx, mask=inside)
+    for i in tl.static_range(PIECES):
+        tl.store(part_ptr + tl.program_id(0) * width + column + i * BLOCK, tl.sum(parts[i], 0), mask=at < GROUP)
 
 
 def _order(x: Tensor) -> tuple[int, int, int] | None:
@@ -86,10 +100,13 @@ def _order(x: Tensor) -> tuple[int, int, int] | None:
     return None
 
 
-def _tile(group: int) -> tuple[int, int, int]:
-    """Columns and rows that a program holds at once, and its warps."""
-    block = triton.next_power_of_2(group)
-    return block, max(1, _ELEMENTS // block), min(16, max(4, block // 512))
+def _tile(group: int) -> tuple[int, int, int, int]:
+    """How a program holds a group: columns of a piece, pieces, rows at once; and its warps. By what was fastest."""
+    block = group & -group
+    if block == group or group // block > _PIECES:
+        block = triton.next_power_of_2(group)
+        return block, 1, max(1, 2048 // block), min(16, max(4, block // 512))
+    return block, group // block, max(1, 1024 // block), 8
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -101,11 +118,11 @@ class _RMSNorm(torch.autograd.Function):
         order, width = _order(x), x.shape[-1]
         if order is None:
             x, order = x.contiguous(), (1, width, 0)
-        rows, groups, (block, at_once, warps) = x.numel() // width, width // group, _tile(group)
+        rows, groups, (*tile, at_once, warps) = x.numel() // width, width // group, _tile(group)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         scale = torch.empty(groups, rows, dtype=torch.float32, device=x.device)
         _norm_kernel[(triton.cdiv(rows, at_once), groups)](
-            x, weight, y, scale, rows, *order, eps, width, group, block, at_once, num_warps=warps
+            x, weight, y, scale, rows, *order, eps, width, group, *tile, at_once, num_warps=warps
         )
         ctx.save_for_backward(x, weight, scale)
         ctx.order, ctx.group = order, group
@@ -115,13 +132,13 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, skip: Tensor | None) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         x, weight, scale = ctx.saved_tensors
         width, group = x.shape[-1], ctx.group
-        rows, groups, (block, at_once, warps) = x.numel() // width, width // group, _tile(group)
+        rows, groups, (*tile, at_once, warps) = x.numel() // width, width // group, _tile(group)
         share = triton.cdiv(triton.cdiv(rows, max(1, _PARTS // groups)), at_once) * at_once
         parts = triton.cdiv(rows, share)
         dx, part = torch.empty_like(x), torch.empty(parts, width, dtype=torch.float32, device=x.device)
         dy, skip = dy.contiguous(), None if skip is None else skip.contiguous()
         _norm_gradient_kernel[(parts, groups)](
-            x, weight, scale, dy, skip, dx, part, rows, *ctx.order, width, share, skip is not None, group, block,
+            x, weight, scale, dy, skip, dx, part, rows, *ctx.order, width, share, skip is not None, group, *tile,
             at_once, num_warps=warps,
         )  # fmt: skip
         return dx, part.sum(0), None, None

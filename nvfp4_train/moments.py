@@ -55,18 +55,14 @@ def steps_taken(optimizer: MegatronOptimizer) -> torch.Tensor:
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:
-                own = isinstance(inner, torch.optim.AdamW)  # fused optimizers count once for a group
-                return torch.tensor(float(inner.state[parameter]["step"] if own else group.get("step", 0)))
+                return torch.tensor(float(inner.state[parameter]["step"]))
     return torch.tensor(0.0)
 
 
 def set_steps_taken(optimizer: MegatronOptimizer, count: torch.Tensor) -> None:
-    """Put Adam's count of its steps where `steps_taken` finds it: with each parameter, or with each group."""
+    """Put Adam's count of its steps where `steps_taken` finds it."""
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
-            if not isinstance(inner, torch.optim.AdamW):
-                group["step"] = int(count)
-                continue
             for parameter in group["params"]:
                 inner.state[parameter]["step"].fill_(float(count))
 

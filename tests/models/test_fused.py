@@ -62,3 +62,15 @@ def test_an_attention_kernel_is_compared_with_the_definition() -> None:
         compare_attention(TINY, AttentionKernel(sees_the_future, "attention: bad"), device)
     with pytest.raises(ModelError, match=r"attention: bad: the gradient of the key differs .* by 1 "):
         compare_attention(TINY, AttentionKernel(no_gradient_of_keys, "attention: bad"), device)
+
+
+def test_attention_in_a_fixed_order_is_not_cudnns() -> None:
+    from models.attention import choose_attention, torch_attention
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        kernel = choose_attention(TINY, torch.device("cuda"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert kernel.function is torch_attention
+    assert "no fixed order" in kernel.description

@@ -100,6 +100,11 @@ def test_attention_is_cudnns_and_agrees_with_the_definition(name: str) -> None:
     from models.attention import choose_attention, compare_attention
 
     config, device = load_model_config(name), torch.device("cuda")
-    kernel = choose_attention(config, device)
-    assert kernel.description.startswith("attention: cuDNN")
-    assert compare_attention(config, kernel, device) < 1e-2
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(False)
+        kernel = choose_attention(config, device)
+        assert kernel.description.startswith("attention: cuDNN")
+        assert compare_attention(config, kernel, device) < 1e-2
+    finally:
+        torch.use_deterministic_algorithms(before)
