@@ -20,6 +20,9 @@ from nvfp4_train.precision.kernels.device import (
 )
 from nvfp4_train.precision.kernels.fp8 import TILE, fp8_scales
 
+# Rows, or columns, of a tile that a program holds at once.
+STRIP = tl.constexpr(32)
+
 
 @triton.jit
 def tensor_values_kernel(
@@ -51,6 +54,21 @@ def block_values(tile, encode, decode):
 
 
 @triton.jit
+def stored_strip(
+    x, out, first_row, first_column, rows, columns, AXIS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Values of HEIGHT x WIDTH elements in blocks along AXIS, of which the strip holds whole ones."""
+    m = first_row + tl.arange(0, HEIGHT)[:, None]
+    n = first_column + tl.arange(0, WIDTH)[None, :]
+    mask = (m < rows) & (n < columns)
+    strip = to_float32(tl.load(x + m * columns + n, mask=mask, other=0.0))
+    encode, decode = fp8_scales(tl.max(magnitude_bits(strip), AXIS), 448.0, POWER_OF_TWO)
+    values = block_values(strip, tl.expand_dims(encode, AXIS), tl.expand_dims(decode, AXIS))
+    tl.store(out + m * columns + n, values, mask=mask)
+
+
+@triton.jit
 def block_values_kernel(
     x,
     row_out,
@@ -59,25 +77,28 @@ def block_values_kernel(
     columns,
     ROW: tl.constexpr,
     COLUMN: tl.constexpr,
-    SQUARE: tl.constexpr,
     ROW_POWER_OF_TWO: tl.constexpr,
     COLUMN_POWER_OF_TWO: tl.constexpr,
 ):
-    """Values in blocks of 1 x 128 along the columns, in blocks along the rows (or both), or in 128 x 128 tiles."""
+    """Values in blocks of 1 x 128 along the columns, in blocks along the rows, or both: a strip of a tile at a time, so
+    that a thread holds few of them; the second read finds them in a cache.
+    """
+    m = tl.program_id(0).to(tl.int64) * TILE
+    n = tl.program_id(1) * TILE
+    if COLUMN:
+        for start in range(0, TILE, STRIP):
+            stored_strip(x, column_out, m, n + start, rows, columns, 0, COLUMN_POWER_OF_TWO, TILE, STRIP)
+    if ROW:
+        for start in range(0, TILE, STRIP):
+            stored_strip(x, row_out, m + start, n, rows, columns, 1, ROW_POWER_OF_TWO, STRIP, TILE)
+
+
+@triton.jit
+def square_block_values_kernel(x, out, rows, columns, POWER_OF_TWO: tl.constexpr):
+    """Values in 128 x 128 tiles."""
     m = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     n = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
     mask = (m < rows) & (n < columns)
     tile = to_float32(tl.load(x + m * columns + n, mask=mask, other=0.0))
-    bits = magnitude_bits(tile)
-    if SQUARE:
-        encode, decode = fp8_scales(tl.max(tl.max(bits, 1), 0), 448.0, ROW_POWER_OF_TWO)
-        tl.store(row_out + m * columns + n, block_values(tile, encode, decode), mask=mask)
-    else:
-        if ROW:
-            encode, decode = fp8_scales(tl.max(bits, 1), 448.0, ROW_POWER_OF_TWO)
-            values = block_values(tile, encode[:, None], decode[:, None])
-            tl.store(row_out + m * columns + n, values, mask=mask)
-        if COLUMN:
-            encode, decode = fp8_scales(tl.max(bits, 0), 448.0, COLUMN_POWER_OF_TWO)
-            values = block_values(tile, encode[None, :], decode[None, :])
-            tl.store(column_out + m * columns + n, values, mask=mask)
+    encode, decode = fp8_scales(tl.max(tl.max(magnitude_bits(tile), 1), 0), 448.0, POWER_OF_TWO)
+    tl.store(out + m * columns + n, block_values(tile, encode, decode), mask=mask)

@@ -27,7 +27,7 @@ MX_TILE, FP8_TILE = mx.SIZE.value, fp8_values.TILE.value
 _MANTISSA = {"e2m1": 1, "e5m2": 2, "e4m3": 3}
 _MX = Shape(256, 4)
 _FLAT = Shape(4096, 4)
-_FP8_WARPS = 16
+_FP8_WARPS, _FP8_STRIP_WARPS = 16, 4
 
 
 def mx_rows_and_columns(
@@ -66,7 +66,7 @@ def fp8_rows_and_columns(
     outs = [x if spec is None else torch.empty_like(x, dtype=torch.float32) for spec in (rows, columns)]
     powers = [spec is not None and spec.power_of_two for spec in (rows, columns)]
     fp8_values.block_values_kernel[_fp8_grid(x)](
-        x, *outs, *x.shape, rows is not None, columns is not None, False, *powers, num_warps=_FP8_WARPS, **EXACT
+        x, *outs, *x.shape, rows is not None, columns is not None, *powers, num_warps=_FP8_STRIP_WARPS, **EXACT
     )
     return (
         None if rows is None else Made(outs[0], None, None),
@@ -77,8 +77,8 @@ def fp8_rows_and_columns(
 def fp8_square(w: Tensor, spec: QuantSpec) -> Made:
     """w in 128x128 tiles, which serve both contractions; values FP32."""
     out = torch.empty_like(w, dtype=torch.float32)
-    fp8_values.block_values_kernel[_fp8_grid(w)](
-        w, out, out, *w.shape, False, False, True, spec.power_of_two, False, num_warps=_FP8_WARPS, **EXACT
+    fp8_values.square_block_values_kernel[_fp8_grid(w)](
+        w, out, *w.shape, spec.power_of_two, num_warps=_FP8_WARPS, **EXACT
     )
     return Made(out, None, None)
 
