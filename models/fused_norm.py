@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 _PIECES = 5  # of a group, at most, so that they have a power of two of columns each; else one is filled up
-_PARTS = 1056  # programs of a backward pass; each sums its rows' share of the weight's gradient
+# Programs of a backward pass, each of which sums its rows' share of the weight's gradient: all run at once on an H200.
+_PARTS = 528
 
 
 @triton.jit
