@@ -311,11 +311,11 @@ def test_another_machine_is_said_in_one_line(
 ) -> None:
     assert train(make("bf16", "stop_after=2")) == ExitCode.DONE
     capsys.readouterr()
-    monkeypatch.setattr(trainer, "compute_capability", lambda device: (10, 0))
+    monkeypatch.setattr(trainer, "device_name", lambda device: "NVIDIA B200")
     assert train(make()) == ExitCode.DONE
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1
-    assert "compute capability none there, 10.0 here" in warnings[0]
+    assert "device cpu there, NVIDIA B200 here" in warnings[0]
 
 
 def test_collectives_of_a_checkpoint_start_no_teams() -> None:
