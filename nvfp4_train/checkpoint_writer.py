@@ -98,6 +98,7 @@ class _Write(threading.Thread):
         self.sums: dict[str, str] = {}
         self.results: list[Any] = []
         self._bytes = 0
+        self._buckets: list[Bucket] = []
         self._abandoned = threading.Event()
         self._begin = self._end = time.perf_counter()
         self.failure: BaseException | None = None
@@ -120,8 +121,8 @@ class _Write(threading.Thread):
         former = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)  # takes 20 times as long as writing, and nobody reads it
         try:
-            while self._buckets:
-                self._write(self._buckets.pop())
+            for bucket in self._buckets:  # stays whole: pinned memory that a thread lets go of would call on the GPU
+                self._write(bucket)
             self.failure = None
         except BaseException as error:
             self.failure = error
