@@ -121,7 +121,7 @@ class _Write(threading.Thread):
         former = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)  # takes 20 times as long as writing, and nobody reads it
         try:
-            for bucket in self._buckets:  # stays whole: pinned memory that a thread lets go of would call on the GPU
+            for bucket in self._buckets:  # kept: letting go of pinned memory calls on a GPU that may record a graph
                 self._write(bucket)
             self.failure = None
         except BaseException as error:
