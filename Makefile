@@ -33,7 +33,7 @@ bench: env
 	@$(PYTHON) -m tests.benchmarks.gpu_step
 
 faults: env
-	@$(PYTHON) -W ignore -m tests.faults.run --runs 50
+	@$(PYTHON) -W ignore -m tests.faults.run --runs 50 --real 4
 
 check: env
 	.venv/bin/ruff check .

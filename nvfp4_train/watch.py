@@ -226,7 +226,7 @@ class Watch:
                 peer.send({"wanted": "settings"})
             if self.cause is not None:
                 peer.send({"cause": asdict(self.cause)})
-            elif len(self._peers) == self.size - 1 and all(peer.same for peer in self._peers):
+            elif {other.rank for other in self._peers if other.same} == set(range(1, self.size)):
                 self._tell({"together": True, "host": self._host})
                 self._together.set()
         if "wanted" in message:

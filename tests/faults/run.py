@@ -1,6 +1,6 @@
 """Runs of two processes, hit at random moments, resumed until they are done, and compared with one that was not hit.
 
-python -m tests.faults.run --runs 50 --first 1 --folder runs/faults     # make faults
+python -m tests.faults.run --runs 50 --real 4 --folder runs/faults      # make faults
 python -m tests.faults.run --seed 17                                    # one run again
 
 Each run is killed (-9, -TERM) or stopped for longer than the timeout, one of its ranks or its launcher, one to three
@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from tests.faults.equal import first_difference
 from tests.faults.forked import Before, ForkedProcess, launch
 from tests.faults.moments import KINDS, LAUNCHER, Moments
 from tests.faults.plan import LAYOUTS, STEPS, TIMEOUT, Calls, Plan, plan
+from tests.faults.real import Real, Started, reals
 
 STARTS, LIMIT, SOON = 8, 240.0, 30.0  # starts a run, seconds a start, seconds until all have stopped
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "far")
@@ -84,35 +86,55 @@ class Faults:
     # ---- a run that is hit
 
     def run(self, run: Plan) -> Result:
-        """Start it again and again until it is done; what became of it."""
-        folder = self.folder / f"seed-{run.seed}"
+        """A run that is hit as planned, started again and again until it is done; what became of it."""
+        folder = self._fresh(run.seed)
+        (folder / "plan.json").write_text(json.dumps([asdict(hit) for hit in run.hits], indent=1))
+        result = self._until_done(lambda: self._launch(run, folder), run.layout, folder, len(run.hits))
+        return {
+            "seed": run.seed,
+            "layout": run.layout,
+            "hits": [str(hit) for hit in run.hits],
+            "signals": [hit.signal for hit in run.hits],
+            "targets": ["launcher" if hit.target == LAUNCHER else "rank" for hit in run.hits],
+            "kinds": [hit.kind for hit in run.hits],
+            **result,
+        }
+
+    def run_real(self, real: Real) -> Result:
+        """The same of a run as a user starts it."""
+        folder = self._fresh(real.seed)
+        where = [*self._where, f"run_dir={folder / 'run'}"]
+        result = self._until_done(lambda: Started(real, where, folder), real.layout, folder, 1)
+        target = "launcher" if real.target == LAUNCHER else "rank"
+        named = {"signals": [real.signal.name], "targets": [target], "kinds": ["a real start"]}
+        return {"seed": real.seed, "layout": real.layout, "hits": [str(real)], **named, **result}
+
+    def _fresh(self, seed: int) -> Path:
+        folder = self.folder / f"seed-{seed}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        (folder / "plan.json").write_text(json.dumps([asdict(hit) for hit in run.hits], indent=1))
-        begun, codes, slowest = time.monotonic(), [], 0.0
-        verdict = "not done"
+        return folder
+
+    def _until_done(
+        self, start: Callable[[], ForkedProcess | Started], layout: str, folder: Path, hits: int
+    ) -> dict[str, Any]:
+        begun, slowest, verdict = time.monotonic(), 0.0, "not done"
+        codes: list[int] = []
         while len(codes) < STARTS:
-            code = self._start(run, folder)
+            code = self._start(start(), folder)
             if code != ExitCode.DONE:
                 slowest = max(slowest, self._stop_time(folder, len(codes)))
             codes.append(code)
             if code == ExitCode.DONE:
-                verdict = self._compare(run, folder)
+                verdict = self._compare(layout, folder)
                 break
             if code not in (ExitCode.INTERNAL, ExitCode.INTERRUPTED, -signal.SIGKILL):
                 verdict = f"exit code {code}"
                 break
         if verdict == "same" and slowest > SOON:
             verdict = f"stopped after {slowest:.0f} s"
-        struck = [(folder / f"struck.{number}").exists() for number in range(len(run.hits))]
         return {
-            "seed": run.seed,
-            "layout": run.layout,
-            "hits": [str(hit) for hit in run.hits],
-            "struck": struck,
-            "signals": [hit.signal for hit in run.hits],
-            "targets": ["launcher" if hit.target == LAUNCHER else "rank" for hit in run.hits],
-            "kinds": [hit.kind for hit in run.hits],
+            "struck": [(folder / f"struck.{number}").exists() for number in range(hits)],
             "codes": codes,
             "restarts": len(codes) - 1 + (folder / "out").read_text().count("launch: restart "),
             "stopped": round(slowest, 1),
@@ -120,9 +142,8 @@ class Faults:
             "verdict": verdict,
         }
 
-    def _start(self, run: Plan, folder: Path) -> int:
+    def _start(self, process: ForkedProcess | Started, folder: Path) -> int:
         """One launch to its end; every process of it is gone afterwards. A launcher that was stopped goes on later."""
-        process = self._launch(run, folder)
         deadline = time.monotonic() + LIMIT
         woken = 0.0
         while process.poll() is None:
@@ -143,7 +164,7 @@ class Faults:
         (folder / f"ended.{len(list(folder.glob('ended.*')))}").write_text(str(time.time()))
         return process.wait()
 
-    def _end(self, folder: Path, process: ForkedProcess) -> None:
+    def _end(self, folder: Path, process: ForkedProcess | Started) -> None:
         for pid in (process.pid, *ranks(folder)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -156,12 +177,12 @@ class Faults:
         within = [moment for moment in struck if earlier < moment < ended]
         return ended - max(within) if within else 0.0
 
-    def _compare(self, run: Plan, folder: Path) -> str:
+    def _compare(self, layout: str, folder: Path) -> str:
         """`same`, or the first difference to the run that nothing hit; in a process of its own, which has a group."""
         verdict = folder / "verdict"
 
         def body() -> int:
-            whole = self.folder / "whole" / run.layout.replace(" ", "-") / "run"
+            whole = self.folder / "whole" / layout.replace(" ", "-") / "run"
             verdict.write_text(first_difference(whole, folder / "run", STEPS) or "same")
             return 0
 
@@ -206,7 +227,7 @@ def line(result: Result) -> str:
         for hit, struck in zip(result["hits"], result["struck"], strict=True)
     )
     return (
-        f"seed {result['seed']:>3}  {result['layout']:<19}  {result['verdict']:<5} {result['restarts']} restarts, "
+        f"seed {result['seed']:>4}  {result['layout']:<19}  {result['verdict']:<5} {result['restarts']} restarts, "
         f"{result['seconds']:5.1f} s, stopped in {result['stopped']:4.1f} s  {hits}"
     )
 
@@ -244,22 +265,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.faults.run", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--first", type=int, default=1, help="first seed")
+    parser.add_argument("--real", type=int, default=0, help="so many more as a user starts them, 5 at most")
     parser.add_argument("--seed", type=int, help="this one alone, whether it was done or not")
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"))
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     folder = arguments.folder / sources()  # of other code nothing is known
     faults, kept = Faults(folder), folder / "results.jsonl"
-    done = (
-        {result["seed"]: result for result in map(json.loads, kept.read_text().splitlines())} if kept.exists() else {}
-    )
-    seeds = [arguments.seed] if arguments.seed is not None else range(arguments.first, arguments.first + arguments.runs)
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    done = {result["seed"]: result for result in map(json.loads, lines)}
     begun = time.monotonic()
     counted = {layout: faults.reference(layout) for layout in LAYOUTS}
+    seeds = range(arguments.first, arguments.first + arguments.runs)
+    jobs: dict[int, Callable[[], Result]] = {seed: partial(faults.run, plan(seed, counted)) for seed in seeds}
+    jobs |= {real.seed: partial(faults.run_real, real) for real in reals(arguments.real)}
+    if arguments.seed is not None:
+        real = {real.seed: partial(faults.run_real, real) for real in reals()}
+        jobs = {arguments.seed: real.get(arguments.seed) or partial(faults.run, plan(arguments.seed, counted))}
     results = []
-    for seed in seeds:
+    for seed, job in jobs.items():
         if seed not in done or arguments.seed is not None:
-            done[seed] = faults.run(plan(seed, counted))
+            done[seed] = job()
             with kept.open("a") as file:
                 print(json.dumps(done[seed]), file=file)
         results.append(done[seed])

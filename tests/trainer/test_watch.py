@@ -1,0 +1,125 @@
+"""How ranks meet and find each other missing, without processes; what follows is in tests/faults."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from nvfp4_train import phase, watch
+from nvfp4_train.config import ConfigError
+from nvfp4_train.exits import ExitCode, PeerEnded
+from nvfp4_train.watch import Watch, lost_contact
+
+SETTINGS = {"config": {"optimizer": {"lr": 0.1}}, "code": "abc"}
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+
+
+@pytest.fixture(autouse=True)
+def at_the_start() -> None:
+    phase.enter(phase.START)
+
+
+@contextmanager
+def ranks(*others: dict[str, object]) -> Iterator[list[Watch]]:
+    """Rank 0, and rank 1 where its settings are given, connected and not started."""
+    hub = Watch(0, 2, 5.0, SETTINGS)
+    address = hub.listen()
+    members = [hub]
+    for settings in others:
+        members.append(Watch(1, 2, 5.0, settings))
+        members[-1].connect("localhost", address)
+    yield members
+    for member in members:
+        member.finish()
+
+
+def started(members: list[Watch]) -> list[BaseException | None]:
+    """What each raises in `start`."""
+    with ThreadPoolExecutor(len(members)) as pool:
+        return [future.exception() for future in [pool.submit(member.start) for member in members]]
+
+
+def test_ranks_with_the_same_settings_meet_and_leave() -> None:
+    with ranks(SETTINGS) as members:
+        assert started(members) == [None, None]
+        for member in members:
+            member.ending()
+        members[1].finish()
+    assert [member.cause for member in members] == [None, None]
+
+
+def test_a_stranger_is_not_listened_to() -> None:
+    with ranks(SETTINGS) as members:
+        hub = members[0]
+        assert hub._listener is not None
+        port = hub._listener.getsockname()[1]
+        with socket.create_connection(("localhost", port)) as one, socket.create_connection(("localhost", port)) as two:
+            one.sendall(b"GET / HTTP/1.1\n")
+            two.sendall(b'{"cause": {"rank": 1, "host": "x", "code": 2, "text": "made up"}}\n')
+            assert started(members) == [None, None]
+            assert (one.recv(1), two.recv(1)) == (b"", b"")
+        assert hub.cause is None
+        for member in members:
+            member.ending()
+
+
+def test_other_settings_are_named_on_both_sides() -> None:
+    other = {"config": {"optimizer": {"lr": 0.2}}, "code": "abc"}
+    said = "was started with another value of config.optimizer.lr (0.2 there, 0.1 on rank 0) than rank 0: "
+    with ranks(other) as members:
+        waits, refused = started(members)
+        for member, error in zip(members, (waits, refused), strict=True):
+            assert error is not None
+            assert member.explain(error) is error
+    assert isinstance(refused, ConfigError)
+    assert str(refused).startswith(f"rank 1 {said}")
+    assert isinstance(waits, PeerEnded)
+    assert waits.code == ExitCode.MISTAKE
+    assert f"which {said}" in str(waits)
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "COME", 0.2)
+    with ranks() as members:
+        (error,) = started(members)
+    assert "of 2 ranks rank 1 did not come within 0.2 s" in str(error)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_rank_is_the_cause_of_a_broken_collective(lost: int) -> None:
+    """Its connection closes without a word."""
+    with ranks(SETTINGS) as members:
+        assert started(members) == [None, None]
+        members[1 - lost]._unwinding = True  # its main thread is about to say so
+        members[lost].finish()
+        explained = members[1 - lost].explain(LOST)
+    assert isinstance(explained, PeerEnded)
+    assert explained.code == ExitCode.INTERNAL
+    assert f"waited for rank {lost} on {socket.gethostname()}, which is gone" in str(explained)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_the_first_error_is_everyones_cause(fails: int) -> None:
+    with ranks(SETTINGS) as members:
+        assert started(members) == [None, None]
+        for member in members:
+            member._unwinding = True
+        phase.enter("data of step 3")
+        error = ValueError("boom")
+        assert members[fails].explain(error) is error
+        explained = members[1 - fails].explain(LOST)
+        second = members[1 - fails].explain(OSError("later"))
+    assert f"waited for rank {fails} on " in str(explained)
+    assert str(explained).endswith("which failed in data of step 3: ValueError: boom")
+    assert str(second) == str(explained)
+
+
+def test_what_a_lost_contact_is() -> None:
+    assert lost_contact(LOST)
+    assert lost_contact(RuntimeError("NCCL error: remote process exited or there was a network error"))
+    assert not lost_contact(ValueError("boom"))
+    assert not lost_contact(ConfigError("backend: gloo or nccl"))
