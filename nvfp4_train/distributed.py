@@ -148,15 +148,17 @@ def _meet(timeout: float, settings: Mapping[str, Any], device: torch.device) -> 
         wait_for_workers=False,
         multi_tenant=True,
     )
+    # torchrun's store is the same after a restart, with all that is in it: names begin with this start's own secret.
     watch = Watch(rank, size, timeout, {**settings, "device": _kind(device)})
     if rank == 0:
-        store.set("watch", watch.listen())
+        address = watch.listen()
+        store.set("watch", address)
     else:
-        watch.connect(host, store.get("watch").decode())
+        address = watch.connect(host, lambda: store.get("watch").decode())
     try:
         watch.start()
         dist.init_process_group(
-            backend, store=dist.PrefixStore("groups", store), rank=rank, world_size=size, device_id=device_id
+            backend, store=dist.PrefixStore(address, store), rank=rank, world_size=size, device_id=device_id
         )
     except BaseException as error:
         raise watch.explain(error) from None

@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -34,7 +34,7 @@ COME = 600.0  # seconds for all ranks to come: imports over a network file syste
 GRACE = 1.0  # seconds for a rank that waits to be freed by the broken connections of its collective
 LOST = 5.0  # seconds to find out who is missing, once a collective has lost contact
 UNWIND = 10.0  # seconds for a rank to leave by itself, with what a tracker still uploads
-_POLL, _BRIEF = 0.1, 400
+_POLL, _ANSWER, _BRIEF = 0.1, 60.0, 400
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,27 @@ class Watch:
         self._token = secrets.token_hex(8)
         return f"{self._listener.getsockname()[1]} {self._token}"
 
-    def connect(self, host: str, address: str) -> None:
-        """Any other rank connects to rank 0 on `host`, which listens at `address`."""
-        port, token = address.split()
-        hub = Peer(socket.create_connection((host, int(port)), timeout=COME), 0, host)
-        self._add(hub)
-        hub.send({"rank": self.rank, "host": self._host, "token": token, "hash": _hash(self._settings)})
+    def connect(self, host: str, address: Callable[[], str]) -> str:
+        """Any other rank connects to rank 0 on `host`; returns the address at which it listens.
+
+        Args:
+            address: asks for it. It may still be that of an earlier start, whose rank 0 is gone.
+        """
+        deadline = time.monotonic() + COME
+        while True:
+            found = address()
+            port, token = found.split()
+            with suppress(OSError, ValueError):
+                opened = socket.create_connection((host, int(port)), timeout=_ANSWER)
+                hub = Peer(opened, 0, host)
+                hub.send({"rank": self.rank, "host": self._host, "token": token, "hash": _hash(self._settings)})
+                if _line(opened) == f"welcome {token}":
+                    self._add(hub)
+                    return found
+                opened.close()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank 0 on {host} did not answer at port {port} within {COME:g} s")
+            time.sleep(_POLL)
 
     def start(self) -> None:
         """Begins, and waits until all ranks have come with the same settings.
@@ -222,6 +237,8 @@ class Watch:
         if "rank" in message:
             peer.rank, peer.host = message["rank"], message["host"]
             peer.same = message["hash"] == _hash(self._settings)
+            with suppress(OSError):
+                peer.socket.sendall(f"welcome {self._token}\n".encode())
             if not peer.same:
                 peer.send({"wanted": "settings"})
             if self.cause is not None:
@@ -293,6 +310,17 @@ class Watch:
             peer.socket.close()
         if self._listener is not None:
             self._listener.close()
+
+
+def _line(connection: socket.socket) -> str:
+    """The next line, and no byte more; ValueError where it ends without one."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte:
+            raise ValueError("closed")
+        line += byte
+    return line.decode().strip()
 
 
 def lost_contact(error: BaseException) -> bool:

@@ -25,22 +25,23 @@ def at_the_start() -> None:
 
 @contextmanager
 def ranks(*others: dict[str, object]) -> Iterator[list[Watch]]:
-    """Rank 0, and rank 1 where its settings are given, connected and not started."""
-    hub = Watch(0, 2, 5.0, SETTINGS)
-    address = hub.listen()
-    members = [hub]
-    for settings in others:
-        members.append(Watch(1, 2, 5.0, settings))
-        members[-1].connect("localhost", address)
+    """Rank 0, and rank 1 where its settings are given."""
+    members = [Watch(0, 2, 5.0, SETTINGS), *(Watch(1, 2, 5.0, settings) for settings in others)]
     yield members
     for member in members:
         member.finish()
 
 
-def started(members: list[Watch]) -> list[BaseException | None]:
-    """What each raises in `start`."""
+def started(members: list[Watch], *addresses: str) -> list[BaseException | None]:
+    """What each raises in `start`; rank 1 is first told these addresses, then that of rank 0."""
+    told = iter([*addresses, members[0].listen()] if members[0]._listener is None else [])
     with ThreadPoolExecutor(len(members)) as pool:
-        return [future.exception() for future in [pool.submit(member.start) for member in members]]
+        futures = [pool.submit(members[0].start)]
+        for member in members[1:]:
+            last = f"{members[0]._listener.getsockname()[1]} {members[0]._token}"  # type: ignore[union-attr]
+            member.connect("localhost", lambda last=last: next(told, last))
+            futures.append(pool.submit(member.start))
+        return [future.exception() for future in futures]
 
 
 def test_ranks_with_the_same_settings_meet_and_leave() -> None:
@@ -55,6 +56,7 @@ def test_ranks_with_the_same_settings_meet_and_leave() -> None:
 def test_a_stranger_is_not_listened_to() -> None:
     with ranks(SETTINGS) as members:
         hub = members[0]
+        hub.listen()
         assert hub._listener is not None
         port = hub._listener.getsockname()[1]
         with socket.create_connection(("localhost", port)) as one, socket.create_connection(("localhost", port)) as two:
@@ -63,6 +65,24 @@ def test_a_stranger_is_not_listened_to() -> None:
             assert started(members) == [None, None]
             assert (one.recv(1), two.recv(1)) == (b"", b"")
         assert hub.cause is None
+        for member in members:
+            member.ending()
+
+
+def test_the_address_of_an_earlier_start_is_asked_for_again() -> None:
+    """Nobody listens there any more, or somebody else does, who answers in his own way."""
+    with socket.create_server(("", 0)) as dead:
+        nobody = dead.getsockname()[1]
+    with socket.create_server(("", 0)) as other, ThreadPoolExecutor(1) as pool, ranks(SETTINGS) as members:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\n")
+
+        answered = pool.submit(answer)
+        assert started(members, f"{nobody} old", f"{other.getsockname()[1]} old") == [None, None]
+        answered.result()
         for member in members:
             member.ending()
 
