@@ -136,7 +136,8 @@ class Faults:
         return {
             "struck": [(folder / f"struck.{number}").exists() for number in range(hits)],
             "codes": codes,
-            "restarts": len(codes) - 1 + (folder / "out").read_text().count("launch: restart "),
+            "restarts": max(len(codes) + (folder / "out").read_text().count("launch: restart "), begun_runs(folder))
+            - 1,
             "stopped": round(slowest, 1),
             "seconds": round(time.monotonic() - begun, 1),
             "verdict": verdict,
@@ -218,6 +219,12 @@ def state(pid: int) -> str:
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[0]
+
+
+def begun_runs(folder: Path) -> int:
+    """Starts that came as far as to write down what they are; under torchrun nothing else tells of them."""
+    file = folder / "run" / "environment.json"
+    return len(json.loads(file.read_text())["starts"]) if file.exists() else 0
 
 
 def line(result: Result) -> str:
