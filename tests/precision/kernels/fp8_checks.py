@@ -82,7 +82,8 @@ def cases() -> list[tuple[str, Tensor]]:
 
 def main() -> None:
     """Checks in this process; exits with 1 and says what differs."""
-    few = [(name, x) for name, x in cases() if not name.endswith(" bf16")]  # the interpreter is slow
+    # The interpreter is slow.
+    few = [(name, x) for name, x in cases() if not name.endswith(" bf16") and len(x) <= 144]
     failed = [f"{name}: {found}" for name, x in few for found in differences(x, "cpu", alone=len(x) == 100)]
     print("\n".join([*failed, f"{len(few)} matrices, {len(failed)} differences"]))
     raise SystemExit(bool(failed))
