@@ -16,6 +16,7 @@ import pytest
 
 from nvfp4_train.exits import ExitCode
 from tests.benchmarks.study import runner
+from tests.benchmarks.study.__main__ import main
 from tests.benchmarks.study.cells import MAIN, Cell, Plan, Row
 from tests.benchmarks.study.runner import Queue, missing, run_cells, slots
 from tests.benchmarks.study.store import Store
@@ -148,3 +149,30 @@ def test_an_interrupted_cell_is_neither_kept_nor_a_failure(
     assert run_cells(queue, slots(0, 1, 1), tmp_path / "runs", Store(tmp_path), said.append) == []
     assert [one.row for one in Store(tmp_path).records()] == ["nvfp4"]
     assert said[0] == f"main-bf16-seed1: not finished in time; saved in {tmp_path}/runs/main-bf16-seed1-{plan.setup}"
+
+
+def test_the_command_prepares_trains_keeps_and_reports(
+    tmp_path: Path, trained: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, results = tmp_path / "text", tmp_path / "results"
+    source.mkdir()
+    for number in range(12):
+        (source / f"m{number}.py").write_text(f"def function_{number}(x):\n    return x + {number}\n")
+    data = [f"data.path={source}", f"data.prepared={tmp_path / 'corpora'}", "tokenizer.vocab_size=270",
+            "data.validation_share=.2"]  # fmt: skip
+    command = ["--results", str(results), "run", "--folder", str(tmp_path / "runs"), "--jobs", "1", "--gpus", "0",
+               "--steps", str(STEPS), "--only", "main-[bn]*[64]-seed1", "--tables", "main"]  # fmt: skip
+    trained["nvfp4"] = ExitCode.MISTAKE
+    assert main([*command, *data]) == ExitCode.INTERNAL  # one of them failed
+    done = capsys.readouterr()
+    assert "2 runs to train, 1 at once on no GPU(s)" in done.out
+    assert "ended with exit code 2:\nthe reason" in done.err
+    assert [line.row for line in Store(results / "study").records()] == ["bf16"]
+    kept = {path.name for path in (results / "study").iterdir()}
+    assert {"runs.csv", "curves", "corpus.csv", "corpus.txt", "tokenizer.json"} <= kept
+    assert "in 12 files of 12 packages" in (results / "study.md").read_text()
+    trained["nvfp4"] = 0
+    assert main([*command, *data]) == ExitCode.DONE
+    again = capsys.readouterr().out
+    assert f"tokenizer: {results / 'study' / 'tokenizer.json'} is there already" in again
+    assert "1 runs to train" in again  # what is kept is not trained again

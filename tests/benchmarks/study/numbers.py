@@ -163,8 +163,8 @@ class Table:
 
 
 def _first(curve: Curve, share: float) -> Curve:
-    """The beginning of a curve, up to a share of its tokens."""
-    kept = curve.tokens <= share * curve.tokens[-1]
+    """The beginning of a curve, up to a share of its tokens, one step at the least."""
+    kept = curve.tokens <= max(share * curve.tokens[-1], curve.tokens[0])
     return Curve(curve.steps[kept], curve.tokens[kept], curve.losses[kept])
 
 

@@ -323,7 +323,7 @@ def loss_picture(table: Table) -> Figure:
         if table.pairs(row, BASELINE):
             values = [float(np.mean(table.gaps(row, until=float(share)))) for share in shares]
             axes.plot(shares, values, label=row)
-    axes.axhline(0, color="black", linewidth=0.8)
+    axes.axhline(0, color="black", linewidth=0.8, label=BASELINE)
     axes.set_xlabel("share of the tokens")
     axes.set_ylabel(f"gap to {BASELINE} over the last {WINDOW:.0%} until there, %")
     axes.legend(frameon=False)

@@ -15,11 +15,11 @@ from data.training import train_tokenizer
 from nvfp4_train.compose import compose
 from nvfp4_train.config import ConfigError
 
-FILE = "corpus.csv"
+FILE, TOKENIZER = "corpus.csv", "tokenizer.json"
 
 
 def prepared(overrides: Sequence[str], say: Callable[[str], None]) -> Corpus:
-    """The corpus of `experiment=nano`, or of what the overrides say; its tokenizer.json is trained if it is not there.
+    """The corpus of `experiment=nano` with these overrides; its tokenizer.json is trained first if it is not there.
 
     Raises ConfigError where there are several sources.
     """
