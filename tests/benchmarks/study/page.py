@@ -230,10 +230,11 @@ def section(table: Table | None, length: Length, every: Sequence[Row], sensitivi
         return "\n\n".join([*parts, f"Nothing can be compared before `{BASELINE}` has run."])
     found = lines(table)
     known = [one for one in findings(table) if length is MAIN or not one.missing]
-    picture = f"![Gaps](study-{length.name}.png)\n\n![Gaps along the run](study-{length.name}-curves.png)"
+    names = {"Gaps": f"study-{length.name}.png", "Gaps along the run": f"study-{length.name}-curves.png"}
+    pictures = [f"![{text}]({name})" for text, name in names.items() if len(found) > 1]
     what = {row.name: row.what for row in every if row.what}
     legend = "\n".join(f"- `{line.row}`: {what[line.row]}" for line in found if line.row in what)
-    parts += [table_text(found), picture, *([legend] if legend else []), _spread(table)]
+    parts += [table_text(found), *pictures, *([legend] if legend else []), _spread(table)]
     parts += ["### Beside what was published", findings_text(known)]
     match = table.match(MXFP4, NVFP4)
     if match is not None:
@@ -357,7 +358,7 @@ def write(store: Store, out: Path, sensitivity: Mapping[int, float], corpus: str
     parts += [section(table, length, every, sensitivity) for length, table in tables.items()]
     whole = [table for table in tables.values() if table is not None and BASELINE in table.rows]
     files = {"study.md": ("\n\n".join(parts) + "\n").encode(), "study.csv": to_csv(whole).encode()}
-    for table in whole:
+    for table in (one for one in whole if len(one.rows) > 1):
         title = f"Gaps at nano size, {table.name} table"
         said = ("one seed", "mean of several seeds; bars: each seed. Bands: spread of seeds, pooled over rows")
         files[f"study-{table.name}.png"] = png(gap_picture(picture_rows(lines(table)), title, said))
