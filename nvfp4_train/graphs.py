@@ -13,12 +13,10 @@ health is sampled. So does evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from nvfp4_train.distributed import World
 from nvfp4_train.passes import Batch, loss_sum, losses_of
@@ -99,23 +97,9 @@ class MicroBatchGraphs:
         before = torch.cuda.memory_reserved()
         # Other threads go on: they pin batches, and NCCL's asks for the state of its collectives.
         here = torch.cuda.current_stream()
-        with _no_random_numbers(), torch.cuda.graph(graph, self._pool, here, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, self._pool, here, capture_error_mode="thread_local"):
             total, _, sums = loss_sum(losses_of(self._model, self._batch), mask=self._batch["loss_mask"])
             total.backward()
             self._sums.copy_(sums)
         self._pool_bytes += torch.cuda.memory_reserved() - before
         return graph
-
-
-@contextmanager
-def _no_random_numbers() -> Iterator[None]:
-    """Activation recompute saves and restores the GPU's random state by reference: no number can be read now.
-
-    Nothing draws from it: there is no dropout, and stochastic rounding has keys of its own.
-    """
-    tracker = get_cuda_rng_tracker()
-    tracker.use_cudagraphable_rng = True
-    try:
-        yield
-    finally:
-        tracker.use_cudagraphable_rng = False

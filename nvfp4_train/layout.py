@@ -217,6 +217,8 @@ def _graph_problem(config: RunConfig, backend: Backend, capability: tuple[int, i
             return f"parallel.{name}={getattr(parallel, name)} exchanges tensors during the passes"
     if parallel.overlap_grad_reduce:
         return "parallel.overlap_grad_reduce=true sums gradients during the backward pass"
+    if config.model.recompute != "none":
+        return f"model.recompute={config.model.recompute} reads and restores the GPU's random state during the passes"
     return None
 
 

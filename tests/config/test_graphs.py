@@ -41,6 +41,7 @@ def test_recorded_where_they_can_be(base: RunConfig) -> None:
         ({"parallel.pipeline": 2}, "emulated", HOPPER, "parallel.pipeline=2"),
         ({"parallel.context": 2}, "emulated", HOPPER, "parallel.context=2"),
         ({"parallel.overlap_grad_reduce": True}, "emulated", HOPPER, "parallel.overlap_grad_reduce=true"),
+        ({"model.recompute": "full"}, "native", HOPPER, "model.recompute=full"),
     ],
 )
 def test_auto_says_why_not_and_always_is_refused(

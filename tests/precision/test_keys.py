@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvfp4_train.precision.config import QuantSpec
 from nvfp4_train.precision.keys import DeviceKeys
@@ -11,7 +14,8 @@ from nvfp4_train.precision.quantizer import quantize_values
 from nvfp4_train.precision.rotation import signs_of
 from nvfp4_train.precision.rounding import element_key, random_bytes, signed
 
-from .linears import precision, standalone, tensors
+from .linears import RECIPE, precision, run, standalone, tensors
+from .recipe_files import NAMES
 
 CPU = torch.device("cpu")
 OPERANDS = [("a", "dgrad.gradient"), ("a", "wgrad.gradient"), ("b", "wgrad.signs"), ("output_layer", "dgrad.gradient")]
@@ -57,14 +61,8 @@ def test_a_linear_asks_for_no_other_key_than_it_names(name: str) -> None:
             gemms.runtime.read_keys_from(CPU, gemms.random_operands())
             gemms.runtime.begin_microbatch(3)
             gemms.runtime.begin_microbatch(0)  # another began in between
-        call = gemms.runtime.call()
-        assert (call.keys is not None) == in_memory
-        y, kept = gemms.forward(x, w, None, call)
-        along_out, along_tokens = gemms.gradients(dy, call, True, True)
-        assert along_out is not None
-        assert along_tokens is not None
-        dx, dw = gemms.input_gradient(along_out, w, call), gemms.weight_gradient(along_tokens, kept, call, None)
-        results.append((y, dx, dw))
+        assert (gemms.runtime.call().keys is not None) == in_memory
+        results.append(run(gemms, x, w, dy))
     for number, memory in zip(*results, strict=True):
         assert torch.equal(number, memory)
 
@@ -75,3 +73,36 @@ def test_quantized_values_of_a_key_in_memory() -> None:
     expected = quantize_values(x, spec, key=KEYS[1], axis=0)
     found = quantize_values(x, spec, key=torch.tensor(signed(KEYS[1])), axis=0)
     assert torch.equal(found.values, expected.values)
+
+
+class _NumbersAskedFor(TorchDispatchMode):
+    """Operations for which a host waits for a device, or a device for a copy of the host's memory."""
+
+    ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh", "equal.default")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_mask = "aten.index" in str(func) and any(
+            index is not None and index.dtype == torch.bool for index in args[1] if isinstance(args[1], (list, tuple))
+        )
+        if by_mask or any(name in str(func) for name in self.ASKING):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_operation_of_a_pass_asks_a_device_for_a_number(name: str) -> None:
+    """Neither a GPU that is to stay busy nor one whose launches are recorded could answer."""
+    x, w, dy = tensors()
+    gemms = standalone(precision(name))
+    gemms.runtime.read_keys_from(CPU, gemms.random_operands())
+    run(gemms, x, w, dy)  # fills caches
+    gemms.runtime.end_step()
+    gemms.runtime.begin_step(2, RECIPE)
+    gemms.runtime.begin_microbatch(0)
+    with _NumbersAskedFor() as numbers:
+        run(gemms, x, w, dy)
+    assert numbers.seen == ["aten._local_scalar_dense.default"]  # of `runtime.call`: a number in the host's memory

@@ -102,13 +102,6 @@ def test_a_phase_records_anew(precision: str, world: World) -> None:
     assert_same(phases(small(precision), world), plain)
 
 
-@pytest.mark.parametrize("kind", ["selective", "full"])
-def test_recompute_within_a_graph(kind: str, world: World) -> None:
-    recompute = f"model.recompute={kind}"
-    plain = train(small("nvfp4", "parallel.cuda_graphs=never", recompute), world)
-    assert_same(train(small("nvfp4", recompute), world), plain)
-
-
 def test_most_steps_are_replays(world: World) -> None:
     """What the others hang on: from the second step on nothing but graphs runs the passes."""
     step = TrainingStep(small("nvfp4"), world, warm_up=2)
