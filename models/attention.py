@@ -57,7 +57,7 @@ def choose_attention(config: ModelConfig, device: torch.device) -> AttentionKern
         return AttentionKernel(torch_attention, "attention: PyTorch (cuDNN's kernel adds in no fixed order)")
     query, key, value = (t.permute(1, 2, 0, 3) for t in _random_heads(config, device))
     if can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, True, query.shape[1] != key.shape[1])):
-        return AttentionKernel(cudnn_attention, f"attention: cuDNN {torch.backends.cudnn.version()}, masked: PyTorch")
+        return AttentionKernel(cudnn_attention, "attention: cuDNN; with a mask: PyTorch")
     return AttentionKernel(torch_attention, "attention: PyTorch (cuDNN's kernel does not take these heads here)")
 
 
@@ -68,10 +68,13 @@ def compare_attention(config: ModelConfig, chosen: AttentionKernel, device: torc
         The largest relative error (2-norm) over the result and every gradient.
 
     Raises:
-        ModelError: the error is beyond what BF16 explains, or not a number.
+        ModelError: the error is beyond what BF16 explains, or not a number; or the kernel does not run.
     """
     heads = _random_heads(config, device)
-    found = _with_gradients(chosen.function, heads)
+    try:
+        found = _with_gradients(chosen.function, heads)
+    except RuntimeError as error:
+        raise ModelError(f"{chosen.description}: it does not run here: {error}. Write model.kernels=torch") from error
     expected = _with_gradients(_scores_in_memory, [t.detach().float().requires_grad_() for t in heads])
     worst, error = largest_error(found, expected)
     if not error <= TOLERANCE:

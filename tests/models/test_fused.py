@@ -58,6 +58,11 @@ def test_an_attention_kernel_is_compared_with_the_definition() -> None:
     def no_gradient_of_keys(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         return torch_attention(query, key.detach() + 0 * key, value, scale)
 
+    def not_supported(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        raise RuntimeError("No valid execution plans built")
+
+    with pytest.raises(ModelError, match=r"attention: bad: it does not run here: No valid .*kernels=torch"):
+        compare_attention(TINY, AttentionKernel(not_supported, "attention: bad"), device)
     with pytest.raises(ModelError, match=r"attention: bad: the .* differs .*limit 0.02.*kernels=torch"):
         compare_attention(TINY, AttentionKernel(sees_the_future, "attention: bad"), device)
     with pytest.raises(ModelError, match=r"attention: bad: the gradient of the key differs .* by 1 "):
