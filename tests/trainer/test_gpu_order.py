@@ -18,7 +18,13 @@ KEPT = ("train/loss", "optim/grad_norm", "data/hash")
 
 def curve(folder: Path, precision: str, *overrides: str) -> list[tuple[object, ...]]:
     """What the log says of every step after a run of 8 steps, or of what was left of it."""
-    size = ("experiment=quickstart", "model.mamba_head_dim=64", "model.mamba_num_heads=8", "steps=8")
+    size = (
+        "experiment=quickstart",
+        "model.mamba_head_dim=64",
+        "model.mamba_num_heads=8",
+        "steps=8",
+        "checkpoint.every=4",
+    )
     quiet = ("logging.wandb=disabled", "evaluation.every=0", "evaluation.sequences=0", f"run_dir={folder}")
     train(compose([*size, *quiet, f"precision={precision}", *overrides]))
     steps = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -34,3 +40,5 @@ def test_the_same_bits_again_and_after_a_resume(precision: str, packing: str, tm
     assert curve(tmp_path / "again", *chosen) == whole
     curve(tmp_path / "resumed", *chosen, "stop_after=5")
     assert curve(tmp_path / "resumed", *chosen) == whole
+    starts = json.loads((tmp_path / "resumed" / "environment.json").read_text())["starts"]
+    assert [start["step"] for start in starts] == [0, 4]
