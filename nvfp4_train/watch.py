@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -35,6 +36,7 @@ GRACE = 1.0  # seconds for a rank that waits to be freed by the broken connectio
 LOST = 5.0  # seconds to find out who is missing, once a collective has lost contact
 UNWIND = 10.0  # seconds for a rank to leave by itself, with what a tracker still uploads
 _POLL, _ANSWER, _BRIEF = 0.1, 60.0, 400
+_FILES = 512  # open files for all else
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,11 @@ class Watch:
     # ---- what the main thread asks
 
     def listen(self) -> str:
-        """Rank 0 opens a port; returns what the others need to find it: port and a secret."""
+        """Rank 0 opens a port; returns what the others need to find it: port and a secret.
+
+        Raises ConfigError where the system does not let a process have so many connections.
+        """
+        _allow_files(2 * self.size + _FILES)  # torch's store has as many
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=self.size, dualstack_ipv6=dual)
@@ -197,7 +203,8 @@ class Watch:
         while not self._over:
             for key, _ in self._selector.select(self._beat / 4):
                 if key.fileobj is self._listener:
-                    self._add(Peer(self._listener.accept()[0], -1))
+                    with suppress(OSError):  # it has gone again
+                        self._add(Peer(self._listener.accept()[0], -1))
                 else:
                     self._hear(key.data)
             now = time.monotonic()
@@ -310,6 +317,18 @@ class Watch:
             peer.socket.close()
         if self._listener is not None:
             self._listener.close()
+
+
+def _allow_files(needed: int) -> None:
+    """Raises this process's limit of open files where `needed` are more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise ConfigError(
+                f"rank 0 needs {needed} open files for the connections of all ranks, and the limit is {hard}: raise it "
+                f"on its node, as with `ulimit -Hn {needed}` for the user or LimitNOFILE of the service."
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _line(connection: socket.socket) -> str:

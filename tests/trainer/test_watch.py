@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from nvfp4_train import phase, watch
 from nvfp4_train.config import ConfigError
+from nvfp4_train.distributed import _meet
 from nvfp4_train.exits import ExitCode, PeerEnded
 from nvfp4_train.watch import Watch, lost_contact
 
@@ -136,6 +138,29 @@ def test_the_first_error_is_everyones_cause(fails: int) -> None:
     assert f"waited for rank {fails} on " in str(explained)
     assert str(explained).endswith("which failed in data of step 3: ValueError: boom")
     assert str(second) == str(explained)
+
+
+def test_a_world_without_an_address_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set and MASTER_ADDR or MASTER_PORT is not: start"):
+        _meet(1.0, {}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("limits", "allowed"), [((256, 4096), 1000), ((4096, 4096), None), ((256, -1), 1000)])
+def test_more_connections_than_a_process_may_have(
+    limits: tuple[int, int], allowed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(watch.resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(watch.resource, "setrlimit", lambda kind, now: given.append(now))
+    watch._allow_files(1000)
+    assert given == ([] if allowed is None else [(allowed, limits[1])])
+    if limits[1] > 0:
+        monkeypatch.setattr(watch.resource, "getrlimit", lambda kind: (256, 4096))
+        with pytest.raises(ConfigError, match=r"needs 8704 open files for the connections of all ranks, .* is 4096"):
+            Watch(0, 4096, 5.0, {}).listen()
 
 
 def test_what_a_lost_contact_is() -> None:
