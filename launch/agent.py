@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import FrameType
@@ -18,7 +19,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from launch.roll_call import RollCall
@@ -26,6 +27,7 @@ from nvfp4_train.exits import ExitCode
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PATIENCE = 5  # seconds from the end of one process to the end of the others: they know why, and have nothing to save
+LAST = 20.0  # seconds from the first process that is done to the last one: nobody watches them any more
 FINAL = (ExitCode.MISTAKE, ExitCode.NON_FINITE, ExitCode.INTERRUPTED)
 
 
@@ -56,6 +58,7 @@ class NodeAgent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(log_dir=logs))
         self._calls, self._restarts = calls, restarts
         self._asked = False
+        self._done_since: float | None = None
         for number in STOP_SIGNALS:
             signal.signal(number, self._ask_to_stop)
 
@@ -94,7 +97,24 @@ class NodeAgent(LocalElasticAgent):
             _say(str(gone))
             self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED)
+        elif result.state == WorkerState.HEALTHY:
+            self._end_the_last()
+        elif result.state == WorkerState.SUCCEEDED:
+            self._calls.finished()
         return result
+
+    def _end_the_last(self) -> None:
+        """Ends processes of this node that are still there LAST seconds after one, here or elsewhere, was done."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        if any(handler.proc.poll() == 0 for handler in self._pcontext.subprocess_handlers.values()):
+            self._calls.finished()
+        if not self._calls.is_finished():
+            self._done_since = None
+        elif self._done_since is None:
+            self._done_since = time.monotonic()
+        elif time.monotonic() - self._done_since > LAST:
+            _say(f"some processes are still there {LAST:g} s after others were done; they are ended")
+            self._pcontext.close()
 
     def _failed(self, failures: Mapping[int, ProcessFailure]) -> None:
         """Says what happened and what follows, and ends the run for all nodes where nothing follows."""

@@ -133,6 +133,14 @@ class RollCall(RendezvousHandler):
         said = self._store.compare_set(_ENDED, "", f"{code} node {self._place.rank} ({self._name})\n{why}")
         return int(said.split()[0])
 
+    def finished(self) -> None:
+        """Tell all nodes that a process of this round was done."""
+        self._store.set(self._key("finished"), "")
+
+    def is_finished(self) -> bool:
+        """Whether a process of this round was done, on any node."""
+        return bool(self._store.check([self._key("finished")]))
+
     def ended(self) -> NodeGone | None:
         """Who ended the run, None while it goes on."""
         if not self._store.check([_ENDED]):

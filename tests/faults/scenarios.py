@@ -21,9 +21,11 @@ from typing import Any
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", TORCH_CPP_LOG_LEVEL="ERROR")
 
 import torch
+import torch.distributed as dist
 
 from data.config import DataError
 from data.loading import Datasets
+from launch import agent
 from nvfp4_train import checkpoint, passes, phase, trainer
 from nvfp4_train.environment import environment_that_counts, versions
 from tests.faults.forked import launch
@@ -107,9 +109,9 @@ def bad_gradient() -> None:
     trainer.build_quantized_model = build
 
 
-def struck(number: int) -> Callable[[], None]:
+def struck(number: int) -> Callable[..., None]:
     """Sends this process a signal."""
-    return lambda: os.kill(os.getpid(), number)
+    return lambda *_: os.kill(os.getpid(), number)
 
 
 def other_data() -> None:
@@ -150,6 +152,7 @@ SCENARIOS: dict[str, Break] = {
     "corpus": on(1, other_data),
     "stopped": on(1, entering("forward of step 2", struck(signal.SIGSTOP))),
     "rank 0 stopped": on(0, entering("forward of step 2", struck(signal.SIGSTOP))),
+    "stopped when all is done": on(1, replaced(dist, "destroy_process_group", struck(signal.SIGSTOP))),
     "killed": on(1, entering("forward of step 2", struck(signal.SIGKILL))),
     "interrupted at start": on(1, replaced(trainer, "build_quantized_model", lambda *_: os.kill(os.getpid(), 15))),
 }
@@ -180,6 +183,7 @@ def play(name: str, root: Path) -> None:
 def main() -> None:
     """All scenarios named, or all there are."""
     torch.set_num_threads(1)
+    agent.LAST = 2.0
     root = Path(sys.argv[1])
     root.mkdir(parents=True, exist_ok=True)
     write_text(root / "text")

@@ -132,6 +132,16 @@ def test_a_rank_that_hangs_is_given_up(played: Theatre, name: str, rank: int) ->
     assert "Traceback" not in "".join(found.lines)
 
 
+def test_a_rank_that_hangs_when_all_is_done_is_ended(played: Theatre) -> None:
+    """The watch is over then. The run is saved, and says so when it is started again."""
+    found = played["stopped when all is done"]
+    assert (found.code, found.left) == (ExitCode.INTERNAL, [])
+    assert found.seconds < 30
+    assert "launch: some processes are still there 2 s after others were done; they are ended" in found.lines
+    assert found.lines[-1].endswith(" was killed by SIGKILL")
+    assert (found.folder / "run" / "checkpoints" / "latest").read_text() == "step-00000004\n"
+
+
 def test_a_rank_that_is_killed(played: Theatre) -> None:
     found = played["killed"]
     assert (found.code, found.left) == (ExitCode.INTERNAL, [])
