@@ -119,7 +119,7 @@ class NodeAgent(LocalElasticAgent):
     def _failed(self, failures: Mapping[int, ProcessFailure]) -> None:
         """Says what happened and what follows, and ends the run for all nodes where nothing follows."""
         rank, failure = decisive(failures)
-        code = failure.exitcode
+        code = code_of(failure)
         happened = f"rank {rank} on {socket.gethostname()} {described(failure)}"
         if code in FINAL or self._remaining_restarts == 0:
             self._remaining_restarts = 0
@@ -150,9 +150,15 @@ def reason(failure: ProcessFailure) -> str:
     return failure.message["message"] if isinstance(failure.message, dict) else ""
 
 
+def code_of(failure: ProcessFailure) -> int:
+    """The exit code that the process meant: a signal may have come while it was leaving."""
+    meant = failure.message["extraInfo"].get("code") if isinstance(failure.message, dict) else None
+    return failure.exitcode if meant is None else int(meant)
+
+
 def described(failure: ProcessFailure) -> str:
     """`ended with exit code 1 (internal), in backward of step 3: failed: ValueError: ...`, or what killed it."""
-    code = failure.exitcode
+    code = code_of(failure)
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     named = f" ({ExitCode(code).name.lower().replace('_', '-')})" if code in set(ExitCode) else ""

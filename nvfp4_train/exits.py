@@ -59,7 +59,7 @@ def guarded(body: Callable[[], int | None]) -> int:
     except PeerEnded as error:
         print(f"{where()}{error}", file=sys.stderr, flush=True)
         if error.found_here:
-            leave_reason(str(error))
+            leave_reason(str(error), error.code)
         return error.code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -71,7 +71,7 @@ def guarded(body: Callable[[], int | None]) -> int:
         said = described(error)
         print(f"{where()}{said}", file=sys.stderr, flush=True)
         if code != ExitCode.INTERRUPTED:
-            leave_reason(said)
+            leave_reason(said, code)
         return code
 
 
@@ -91,15 +91,19 @@ def described(error: BaseException) -> str:
     return f"failed: {type(error).__name__}: {error}"
 
 
-def leave_reason(text: str) -> None:
-    """Writes why this process ends where torch's launchers look for it; they show it once all processes have ended.
+def leave_reason(text: str, code: int) -> None:
+    """Writes why this process ends, and with which exit code, where torch's launchers look for it; they show it once
+    all processes have ended. A signal that comes in between may change the process's own code, but not this one.
 
     The first reason stays. Nothing is written where no launcher asked for it.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
-    reason = {"message": f"in {phase.current()}: {text}", "extraInfo": {"timestamp": str(int(time.time()))}}
+    reason = {
+        "message": f"in {phase.current()}: {text}",
+        "extraInfo": {"timestamp": str(int(time.time())), "code": int(code)},
+    }
     with suppress(OSError):  # it is said on the screen, too
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         with open(file, "x") as opened:

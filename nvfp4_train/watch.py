@@ -154,9 +154,7 @@ class Watch:
         while not self._together.wait(_POLL):
             if self._caused.is_set():
                 assert self.cause is not None
-                if self.cause.rank == self.rank:
-                    raise ConfigError(f"rank {self.rank} {self.cause.text}")
-                raise self._peer_ended(self.cause)
+                raise self._ended(self.cause)
             if time.monotonic() > deadline:
                 missing = set(range(self.size)) - {peer.rank for peer in self._peers} - {self.rank}
                 who = f"rank {', '.join(map(str, sorted(missing)))}" if self.rank == 0 else "some ranks"
@@ -177,13 +175,16 @@ class Watch:
         self.report(error)
         lost = lost_contact(error)
         self._caused.wait(LOST if lost else GRACE)
+        cause = self.cause
         if isinstance(error, PeerEnded):
             return error
-        if lost and self.cause is None:
-            return PeerEnded(f"lost contact to another rank: {first_line(error)}", ExitCode.INTERNAL, found_here=False)
-        if self.cause is None or (self.cause.rank == self.rank and not lost):
+        if cause is None:
+            text = f"lost contact to another rank: {first_line(error)}"
+            return PeerEnded(text, ExitCode.INTERNAL, found_here=False) if lost else error
+        caused_here = cause.rank == self.rank and not lost
+        if caused_here and (cause.code == ExitCode.INTERRUPTED or not isinstance(error, KeyboardInterrupt)):
             return error
-        return self._peer_ended(self.cause)
+        return self._ended(cause)
 
     def ending(self) -> None:
         """All is done, and ranks may leave from now on: a closed connection means nothing any more."""
@@ -301,10 +302,16 @@ class Watch:
             ended = self._peer_ended(cause)
             print(f"{where()}{ended}", file=sys.stderr, flush=True)
             if ended.found_here:
-                leave_reason(str(ended))
+                leave_reason(str(ended), cause.code)
         with suppress(Exception):
             sys.stdout.flush()
         os._exit(cause.code)
+
+    def _ended(self, cause: Cause) -> Exception:
+        """What this rank ends with for `cause`, which is its own where it was started otherwise than the others."""
+        if cause.rank == self.rank and cause.code == ExitCode.MISTAKE:
+            return ConfigError(f"rank {self.rank} {cause.text}")
+        return self._peer_ended(cause)
 
     def _peer_ended(self, cause: Cause) -> PeerEnded:
         if cause.rank == self.rank:

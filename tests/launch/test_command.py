@@ -74,7 +74,7 @@ def test_help_imports_no_torch() -> None:
     ],
 )
 def test_whose_end_counts(codes: dict[int, int], counts: int) -> None:
-    reason = {"message": "in backward of step 3: failed: ValueError: boom", "extraInfo": {"timestamp": "7"}}
+    reason = {"message": "in backward of step 3: failed: ValueError: boom", "extraInfo": {"timestamp": "7", "code": 1}}
     says = {0: reason} if codes.get(0) == 1 else {}
     failures = {
         rank: SimpleNamespace(exitcode=code, message=says.get(rank, ""), timestamp=7) for rank, code in codes.items()
@@ -89,9 +89,10 @@ def test_a_reason_is_left_once_where_the_launcher_looks(tmp_path: Path, monkeypa
     file = tmp_path / "0" / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     phase.enter("data of step 3")
-    leave_reason("first")
-    leave_reason("second")
-    failure = ProcessFailure(0, 1, 1, str(file))
+    leave_reason("first", 2)
+    leave_reason("second", 1)
+    failure = ProcessFailure(0, 1, 75, str(file))  # told to leave while it was leaving
+    assert described(failure) == "ended with exit code 2 (mistake), in data of step 3: first"
     assert reason(failure) == "in data of step 3: first"
     assert failure.timestamp == pytest.approx(time.time(), abs=60)
     assert reason(ProcessFailure(0, 1, -9, str(tmp_path / "none"))) == ""

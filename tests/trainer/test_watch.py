@@ -94,6 +94,9 @@ def test_other_settings_are_named_on_both_sides() -> None:
     said = "was started with another value of config.optimizer.lr (0.2 there, 0.1 on rank 0) than rank 0: "
     with ranks(other) as members:
         waits, refused = started(members)
+        told = members[1].explain(KeyboardInterrupt())  # by the launcher, because rank 0 was first to leave
+        assert isinstance(told, ConfigError)
+        assert str(told) == str(refused)
         for member, error in zip(members, (waits, refused), strict=True):
             assert error is not None
             assert member.explain(error) is error
