@@ -73,8 +73,9 @@ def compare_attention(config: ModelConfig, chosen: AttentionKernel, device: torc
     heads = _random_heads(config, device)
     try:
         found = _with_gradients(chosen.function, heads)
-    except RuntimeError as error:
-        raise ModelError(f"{chosen.description}: it does not run here: {error}. Write model.kernels=torch") from error
+    except RuntimeError as problem:
+        said = f"{chosen.description}: it does not run here: {problem}. Write model.kernels=torch"
+        raise ModelError(said) from problem
     expected = _with_gradients(_scores_in_memory, [t.detach().float().requires_grad_() for t in heads])
     worst, error = largest_error(found, expected)
     if not error <= TOLERANCE:
