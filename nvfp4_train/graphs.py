@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from nvfp4_train.config import ConfigError
 from nvfp4_train.distributed import World
 from nvfp4_train.passes import Batch, loss_sum, losses_of
 from nvfp4_train.precision.phases import Passes
@@ -31,6 +32,9 @@ class MicroBatchGraphs:
         model: within Megatron's data-parallel wrapper, which must not sum gradients during the backward pass.
         runtime: what the model's linears share.
         world: where this process stands.
+
+    Raises:
+        ConfigError: while recording, if something in the passes can't be recorded.
     """
 
     def __init__(self, model: Any, runtime: PrecisionRuntime, world: World) -> None:
@@ -63,7 +67,7 @@ class MicroBatchGraphs:
             runtime.begin_microbatch(number * world.data_size + world.data_rank, self._keys)
             first = number == 0
             if first not in self._graphs:
-                self._graphs[first] = self._record()
+                self._graphs[first] = self._recorded()
             self._graphs[first].replay()
             sums.append(self._sums.clone())
         self._model.config.finalize_model_grads_func([self._model])
@@ -88,6 +92,16 @@ class MicroBatchGraphs:
             self._batch = {name: torch.empty_like(part, device=self._world.device) for name, part in batch.items()}
         for name, part in batch.items():
             self._batch[name].copy_(part, non_blocking=True)
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        try:
+            return self._record()
+        except RuntimeError as error:
+            cause = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"The passes of a micro-batch can't be recorded as CUDA graphs here: {cause}. "
+                "Write parallel.cuda_graphs=never, which gives the same numbers, slower where a model is small."
+            ) from error
 
     def _record(self) -> torch.cuda.CUDAGraph:
         """The passes of the micro-batch that began; nothing of them runs yet."""
