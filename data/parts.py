@@ -147,10 +147,11 @@ def _build(source: Source, part: Part, config: DataConfig, building: Path, advan
     documents = _Documents(source, part, config, tokenizer)
     writers = {s: SplitWriter(building / s, tokenizer.vocab_size, tokenizer.eod) for s in (TRAIN, VALIDATION)}
     splitter = Splitter(config.validation_share)
+    empty = 0  # counted apart: another thread reads ahead and counts in `documents`
     for batch in ahead(_batched(documents), BATCHES_AHEAD):
         for (text, _), ids in zip(batch, _encoded(batch, tokenizer), strict=True):
             if ids.size == 0:  # the tokenizer's normalizer may leave nothing of a text
-                documents.empty += 1
+                empty += 1
                 continue
             for placed in splitter.add(text, ids):
                 writers[placed.split].add(placed.ids, placed.num_bytes)
@@ -170,7 +171,7 @@ def _build(source: Source, part: Part, config: DataConfig, building: Path, advan
         bytes=(train.bytes, validation.bytes),
         candidate_position=None if candidate is None else candidate.position,
         candidate_bytes=0 if candidate is None else candidate.num_bytes,
-        empty=documents.empty,
+        empty=documents.empty + empty,
         bad=tuple(documents.bad),
     )
 
