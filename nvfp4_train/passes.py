@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -16,10 +16,21 @@ from nvfp4_train import phase
 from nvfp4_train.distributed import World, gather_data_parallel, sum_over_model
 from nvfp4_train.precision.runtime import PrecisionRuntime
 
-if TYPE_CHECKING:
-    from nvfp4_train.graphs import MicroBatchGraphs
-
 Batch = dict[str, torch.Tensor]
+
+
+class RecordedPasses(Protocol):
+    """What runs a step's passes without Python, where it can: `nvfp4_train.graphs`."""
+
+    @property
+    def serve(self) -> bool:
+        """Whether the step that began runs by it."""
+
+    def run(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """All micro-batches of this rank, forward and backward; of each the sum of nats and of tokens, FP64 [2]."""
+
+    def make_room(self) -> None:
+        """Before a step without it: free memory if the step would find too little."""
 
 
 class LossSum:
@@ -60,7 +71,7 @@ def run_micro_batches(
     world: World,
     *,
     training: bool,
-    graphs: MicroBatchGraphs | None = None,
+    graphs: RecordedPasses | None = None,
 ) -> LossSum:
     """All micro-batches of this rank forward and, in training, backward.
 
