@@ -206,15 +206,7 @@ def build_model(
     stages = stage_patterns(config, pipeline, virtual_pipeline)
     assert (virtual_stage is None) == (virtual_pipeline == 1), "virtual_stage goes with virtual_pipeline"
     stage = (virtual_stage or 0) * pipeline + parallel_state.get_pipeline_model_parallel_rank()
-    kernels = choose_kernels(config, device)
-    if kernels.core is not torch_core and MAMBA in config.pattern:
-        compare_kernels(config, kernels, device)
-    pointwise = choose_pointwise(config, device)
-    if pointwise.fused:
-        compare_pointwise(config, pointwise, device)
-    attention = choose_attention(config, device)
-    if attention.function is not torch_attention and ATTENTION in config.pattern:
-        compare_attention(config, attention, device)
+    kernels, pointwise, attention = _trusted_kernels(config, device)
     with megatron_device(), torch.device(device):
         model = LanguageModel(
             _megatron_config(config, device, pointwise, virtual_pipeline=virtual_pipeline, **layout),  # type: ignore[arg-type]
@@ -233,6 +225,20 @@ def build_model(
         rank = parallel_state.get_tensor_model_parallel_rank()
         initialize(initial_names(model), seed=seed, config=config, rank=rank, ranks=tensor)
     return model
+
+
+def _trusted_kernels(config: ModelConfig, device: torch.device) -> tuple[MambaKernels, Pointwise, AttentionKernel]:
+    """What computes outside the linears; where it is not PyTorch, compared with it first."""
+    kernels = choose_kernels(config, device)
+    if kernels.core is not torch_core and MAMBA in config.pattern:
+        compare_kernels(config, kernels, device)
+    pointwise = choose_pointwise(config, device)
+    if pointwise.fused:
+        compare_pointwise(config, pointwise, device)
+    attention = choose_attention(config, device)
+    if attention.function is not torch_attention and ATTENTION in config.pattern:
+        compare_attention(config, attention, device)
+    return kernels, pointwise, attention
 
 
 def _megatron_config(

@@ -5,6 +5,7 @@ FP32 too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import megatron.core.optimizer
@@ -111,15 +112,19 @@ def _ensure_moments(optimizer: MegatronOptimizer) -> None:
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.AdamW]:
     """torch's optimizers inside Megatron's."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in _parts(optimizer):
         assert isinstance(part.optimizer, torch.optim.AdamW), type(part.optimizer).__name__
         yield part.optimizer
 
 
 def sharded_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     """The distributed optimizers inside Megatron's; none where each replica updates all of its parameters."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if isinstance(part, DistributedOptimizer)]
+    return [part for part in _parts(optimizer) if isinstance(part, DistributedOptimizer)]
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """Megatron's optimizer for each kind of parameters, or the one that there is."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def updated_here(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, tuple[int, int]] | None:

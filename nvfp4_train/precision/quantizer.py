@@ -173,18 +173,10 @@ def quantize_values(
         values = x.bfloat16()
         return Values(values.float() if on_cpu else values, None, _amax_of(values), None, axis)
     operand = _Operand(x, spec, key, axis, amax, sign_key, shard)
-    loaded, scaled = operand.loaded, operand.scaled
-    for rows, compact, scratch in loaded.chunks():
-        operand.encode(rows, compact)
-        part = operand.round(rows, scratch)
-        if scaled.decode is not None:
-            loaded.blocks.view(part).mul_(loaded.blocks.spread(scaled.decode[compact]))
-    values = loaded.out
-    if operand.shape != values.shape:
-        values = values[: operand.shape[0], : operand.shape[1]]
+    values, scaled = operand.values(), operand.scaled
     if not on_cpu and spec.format != "fp8_block":
         values = values.bfloat16()
-    block_scale = None if scaled.stored is None else loaded.blocks.operand(scaled.stored)
+    block_scale = None if scaled.stored is None else operand.loaded.blocks.operand(scaled.stored)
     return Values(values, scaled.tensor, operand.amax, block_scale, axis)
 
 
@@ -244,6 +236,19 @@ class _Operand:
         if self.bytes is None:
             return round_nearest_(part, scratch[0], self.element)
         return round_stochastic_(part, scratch, self.element, self.bytes[rows])
+
+    def values(self) -> Tensor:
+        """All elements times the scales of their blocks, without the padding that was for blocks alone."""
+        loaded, decode = self.loaded, self.scaled.decode
+        for rows, compact, scratch in loaded.chunks():
+            self.encode(rows, compact)
+            part = self.round(rows, scratch)
+            if decode is not None:
+                loaded.blocks.view(part).mul_(loaded.blocks.spread(decode[compact]))
+        values = loaded.out
+        if self.shape != values.shape:
+            values = values[: self.shape[0], : self.shape[1]]
+        return values
 
 
 def load(x: Tensor, spec: QuantSpec, axis: int, sign_key: Key) -> tuple[Loaded, tuple[int, int]]:

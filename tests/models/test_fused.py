@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,17 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.config import ModelError
+from tests.interpreter import checked_in_interpreter
 from tests.models.conftest import TINY
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_kernels_equal_torch() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.models.fused_checks"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("equal\n")
+    assert checked_in_interpreter("tests.models.fused_checks").endswith("equal\n")
 
 
 def test_functions_are_compared_with_torch(megatron: None) -> None:

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
+from tests.interpreter import checked_in_interpreter
 
 
 def test_the_kernel_equals_torchs_adamw() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.fused_adam_checks"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "equal\n"
+    assert checked_in_interpreter("tests.trainer.fused_adam_checks") == "equal\n"
