@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from nvfp4_train.optimizer import inner_optimizers, sharded_parts
+from nvfp4_train.optimizer import inner_optimizers, sharded_parts, updated_here
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -69,17 +69,16 @@ def set_steps_taken(optimizer: MegatronOptimizer, count: torch.Tensor) -> None:
 
 def _held(optimizer: MegatronOptimizer) -> dict[int, _Held]:
     """What of each parameter's state this rank holds, by the parameter's identity."""
-    parts = sharded_parts(optimizer)
-    if not parts:
+    ranges = updated_here(optimizer)
+    if ranges is None:
         states = [item for inner in inner_optimizers(optimizer) for item in inner.state.items()]
         return {id(parameter): _Held(state, 0, parameter.numel(), False) for parameter, state in states}
     held = {}
-    for part in parts:
+    for part in sharded_parts(optimizer):
         for parameter in part.model_param_gbuf_map:
             group, place = part.model_param_group_index_map[parameter]
             shard = part.optimizer.param_groups[group]["params"][place]
-            found = part._get_model_param_range_map(parameter)["param"]
-            held[id(parameter)] = _Held(part.optimizer.state[shard], found.start, found.end, True)
+            held[id(parameter)] = _Held(part.optimizer.state[shard], *ranges[parameter], True)
     return held
 
 
