@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from data.quiet import quiet
-from nvfp4_train import checkpoint_files
-from nvfp4_train.checkpoint_files import CheckpointError
+from nvfp4_train.checkpoints import files as checkpoint_files
+from nvfp4_train.checkpoints.files import CheckpointError
 from nvfp4_train.config import ConfigError, ParallelConfig, RunConfig
 from nvfp4_train.exits import ExitCode, guarded
 from nvfp4_train.precision.config import PrecisionConfig
@@ -106,7 +106,7 @@ def choose_checkpoint(run: Path, step: int | None, say: Say) -> Path:
 def score(config: RunConfig, path: Path, say: Say) -> dict[str, Any]:
     """Step, validation loss, bits a byte and samples of the checkpoint at `path`, scored in one process."""
     with quiet():  # a warning for every optional library that is not installed
-        from nvfp4_train import checkpoint
+        from nvfp4_train.checkpoints import state as checkpoint
         from nvfp4_train.distributed import process_groups
         from nvfp4_train.evaluation import validation_metrics
         from nvfp4_train.layout import choose_backend

@@ -9,10 +9,10 @@ from typing import Any
 from data.config import DataConfig
 from data.corpus import bits_per_byte
 from data.loading import Datasets, OpenSource, validation_batches
+from nvfp4_train.checkpoints.random_state import random_states_kept
 from nvfp4_train.distributed import World
 from nvfp4_train.passes import run_micro_batches
 from nvfp4_train.precision.runtime import PrecisionRuntime
-from nvfp4_train.random_state import random_states_kept
 
 
 def validation_metrics(

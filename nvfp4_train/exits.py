@@ -16,7 +16,7 @@ from pathlib import Path
 from data.config import DataError
 from models.config import ModelError
 from nvfp4_train import phase
-from nvfp4_train.checkpoint_files import CheckpointError
+from nvfp4_train.checkpoints.files import CheckpointError
 from nvfp4_train.config import ConfigError
 from nvfp4_train.precision.config import PrecisionError
 

@@ -10,7 +10,7 @@ runs/quickstart-nvfp4-20260101-120000-3fa9/
     data.json           what is read: see `data.record`
     branch.json         in a branch alone: the run and step it started from
     metrics.jsonl       one line a step
-    checkpoints/        see `checkpoint_files`
+    checkpoints/        see `checkpoints.files`
     wandb/
 """
 
@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from nvfp4_train import checkpoint_files
-from nvfp4_train.checkpoint_files import CheckpointError
+from nvfp4_train.checkpoints import files as checkpoint_files
+from nvfp4_train.checkpoints.files import CheckpointError
 from nvfp4_train.config import ConfigError, RunConfig
 from nvfp4_train.run_records import BRANCH, CONFIG, ENVIRONMENT, PRECISION, load_config, read_branch, write_environment
 from nvfp4_train.schema import differences, shown, to_mapping, to_yaml

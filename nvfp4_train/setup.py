@@ -26,7 +26,7 @@ from models.shapes import (
     padded_vocab_size,
     stage_patterns,
 )
-from nvfp4_train.checkpoint_files import CheckpointError, Header
+from nvfp4_train.checkpoints.files import CheckpointError, Header
 from nvfp4_train.chunks import build_chunks
 from nvfp4_train.config import RunConfig
 from nvfp4_train.devices import check_memory, fix_order_of_sums

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from nvfp4_train.checkpoint_files import SUMS, latest
+from nvfp4_train.checkpoints.files import SUMS, latest
 from nvfp4_train.config import ConfigError
 from nvfp4_train.distributed import World, gather, on_main
 

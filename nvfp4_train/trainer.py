@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from models.megatron_cpu import megatron_device
-from nvfp4_train import checkpoint, gradients, phase
+from nvfp4_train import gradients, phase
 from nvfp4_train.batches import StepBatch, step_batches
-from nvfp4_train.checkpoint_files import Header, read_header
-from nvfp4_train.checkpoint_writer import CheckpointWriter
+from nvfp4_train.checkpoints import state as checkpoint
+from nvfp4_train.checkpoints.files import Header, read_header
+from nvfp4_train.checkpoints.writer import CheckpointWriter
 from nvfp4_train.comparison.live import LiveGap
 from nvfp4_train.config import RunConfig
 from nvfp4_train.console import Console

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nvfp4_train.checkpoint_files import INDEX, Header, publish, step_folder
+from nvfp4_train.checkpoints.files import INDEX, Header, publish, step_folder
 from nvfp4_train.config import ConfigError, RunConfig
 from nvfp4_train.run_folder import RunFolder, prepare_run_folder
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nvfp4_train.checkpoint_files import CheckpointError, damage, drop_old, newest_whole, remove_temporary, saved_steps
+from nvfp4_train.checkpoints.files import CheckpointError, damage, drop_old, newest_whole, remove_temporary, saved_steps
 from tests.config.run_folders import checkpoint
 
 

@@ -15,7 +15,7 @@ import yaml
 from data.config import DataError
 from models.config import ModelError
 from nvfp4_train import cli
-from nvfp4_train.checkpoint_files import CheckpointError
+from nvfp4_train.checkpoints.files import CheckpointError
 from nvfp4_train.compose import compose
 from nvfp4_train.config import ConfigError, RunConfig
 from nvfp4_train.exits import ExitCode, guarded

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nvfp4_train import run_folder
-from nvfp4_train.checkpoint_files import CheckpointError
+from nvfp4_train.checkpoints.files import CheckpointError
 from nvfp4_train.compose import compose
 from nvfp4_train.config import ConfigError, RunConfig
 from nvfp4_train.run_folder import prepare_run_folder, recipe_of, release_locks

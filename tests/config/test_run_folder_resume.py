@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nvfp4_train.checkpoint_files import CheckpointError
+from nvfp4_train.checkpoints.files import CheckpointError
 from nvfp4_train.compose import compose
 from nvfp4_train.config import RunConfig
 from nvfp4_train.run_records import load_config, read_branch

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from nvfp4_train.checkpoint_files import damage, step_folder
+from nvfp4_train.checkpoints.files import damage, step_folder
 from nvfp4_train.metrics import read_metrics
 
 TIMED = ("time/step_s", "throughput/tokens_per_s", "memory/peak_gib")

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from data.config import DataError
 from data.loading import Datasets
 from launch import agent
-from nvfp4_train import checkpoint, passes, phase, trainer
+from nvfp4_train import passes, phase, trainer
+from nvfp4_train.checkpoints import state as checkpoint
 from nvfp4_train.environment import environment_that_counts, versions
 from tests.faults.forked import launch
 from tests.faults.plan import LAYOUTS, SEEDS, plan

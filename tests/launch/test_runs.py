@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nvfp4_train.checkpoint_files import LATEST
+from nvfp4_train.checkpoints.files import LATEST
 from nvfp4_train.exits import ExitCode
 from nvfp4_train.run_records import load_config
 from tests.launch.conftest import STEPS, Overrides, children, free_port, launcher, lines_of, start, wait_until

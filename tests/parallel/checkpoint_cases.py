@@ -15,10 +15,12 @@ from unittest import mock
 
 import torch
 
-from nvfp4_train import checkpoint, checkpoint_files, checkpoint_writer
-from nvfp4_train.checkpoint import TrainingState
-from nvfp4_train.checkpoint_files import Header, newest_whole
-from nvfp4_train.checkpoint_writer import CheckpointWriter, FileSystemWriterAsync
+from nvfp4_train.checkpoints import files as checkpoint_files
+from nvfp4_train.checkpoints import state as checkpoint
+from nvfp4_train.checkpoints import writer as checkpoint_writer
+from nvfp4_train.checkpoints.files import Header, newest_whole
+from nvfp4_train.checkpoints.state import TrainingState
+from nvfp4_train.checkpoints.writer import CheckpointWriter, FileSystemWriterAsync
 from nvfp4_train.config import CheckpointConfig
 from nvfp4_train.distributed import World
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from nvfp4_train import trainer
-from nvfp4_train.checkpoint_files import read_header
-from nvfp4_train.checkpoint_writer import CheckpointWriter
+from nvfp4_train.checkpoints.files import read_header
+from nvfp4_train.checkpoints.random_state import random_states
+from nvfp4_train.checkpoints.writer import CheckpointWriter
 from nvfp4_train.compose import compose
 from nvfp4_train.config import CheckpointConfig
 from nvfp4_train.layout import check_run
-from nvfp4_train.random_state import random_states
 from tests.parallel.checkpoint_cases import run_cases
 from tests.parallel.worker import main
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_train import trainer
-from nvfp4_train.checkpoint_files import damage
+from nvfp4_train.checkpoints.files import damage
 from nvfp4_train.compose import compose
 from nvfp4_train.metrics import Metrics, read_metrics
 from nvfp4_train.trainer import train

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from nvfp4_train.checkpoint_files import CheckpointError, latest, saved_steps
-from nvfp4_train.checkpoint_writer import CheckpointWriter, FileSystemWriterAsync
+from nvfp4_train.checkpoints.files import CheckpointError, latest, saved_steps
+from nvfp4_train.checkpoints.writer import CheckpointWriter, FileSystemWriterAsync
 from nvfp4_train.config import RunConfig
 from nvfp4_train.exits import ExitCode
 from nvfp4_train.trainer import Trainer, train

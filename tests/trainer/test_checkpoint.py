@@ -19,10 +19,13 @@ from torch.nn import functional
 
 from models.hybrid import build_model
 from models.initialization import A_MAX, A_MIN, DT_FLOOR, DT_MAX, DT_MIN
-from nvfp4_train import checkpoint, checkpoint_files, checkpoint_writer, trainer
-from nvfp4_train.checkpoint import TrainingState
-from nvfp4_train.checkpoint_files import CheckpointError, Header, damage, newest_whole, saved_steps, step_folder
-from nvfp4_train.checkpoint_writer import CheckpointWriter
+from nvfp4_train import trainer
+from nvfp4_train.checkpoints import files as checkpoint_files
+from nvfp4_train.checkpoints import state as checkpoint
+from nvfp4_train.checkpoints import writer as checkpoint_writer
+from nvfp4_train.checkpoints.files import CheckpointError, Header, damage, newest_whole, saved_steps, step_folder
+from nvfp4_train.checkpoints.state import TrainingState
+from nvfp4_train.checkpoints.writer import CheckpointWriter
 from nvfp4_train.config import CheckpointConfig, OptimizerConfig, ParallelConfig, RunConfig
 from nvfp4_train.distributed import World, no_new_teams, process_groups
 from nvfp4_train.exits import ExitCode

@@ -12,7 +12,7 @@ import data.inspect
 from data.corpus import open_corpus
 from data.loading import batch_hash
 from data.record import open_record, read_record
-from nvfp4_train.checkpoint_files import CheckpointError
+from nvfp4_train.checkpoints.files import CheckpointError
 from nvfp4_train.config import ConfigError, RunConfig
 from nvfp4_train.evaluate import score
 from nvfp4_train.exits import ExitCode

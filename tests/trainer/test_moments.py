@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvfp4_train.moments import rectangles
+from nvfp4_train.checkpoints.moments import rectangles
 
 
 @given(st.data())

@@ -15,7 +15,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from nvfp4_train import trainer
-from nvfp4_train.checkpoint_files import saved_steps
+from nvfp4_train.checkpoints.files import saved_steps
 from nvfp4_train.config import RunConfig
 from nvfp4_train.exits import ExitCode
 from nvfp4_train.metrics import Metrics, read_metrics

@@ -16,7 +16,7 @@ from data.config import DataError
 from data.loading import batch_hash, train_batches
 from models.hybrid import named_linears
 from nvfp4_train import trainer
-from nvfp4_train.checkpoint_files import saved_steps
+from nvfp4_train.checkpoints.files import saved_steps
 from nvfp4_train.config import ConfigError, RunConfig
 from nvfp4_train.distributed import World, check_same
 from nvfp4_train.exits import ExitCode, guarded

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data.quiet import quiet
 from models.shapes import linear_shapes, num_blocks
-from nvfp4_train import checkpoint_files
+from nvfp4_train.checkpoints import files as checkpoint_files
 from nvfp4_train.compose import compose_precision
 from nvfp4_train.config import ConfigError, ParallelConfig, RunConfig
 from nvfp4_train.evaluate import choose_checkpoint
@@ -57,7 +57,7 @@ def _losses(config: RunConfig, path: Path, assignments: list[tuple[LinearPrecisi
     """Validation loss of a checkpoint under each of several assignments, in one process with one model."""
     with quiet():  # a warning for every optional library that is not installed
         from models.hybrid import named_linears
-        from nvfp4_train import checkpoint
+        from nvfp4_train.checkpoints import state as checkpoint
         from nvfp4_train.distributed import process_groups
         from nvfp4_train.evaluation import validation_metrics
         from nvfp4_train.precision.linear import attach

@@ -42,10 +42,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from data.quiet import quiet
 from models.megatron_cpu import megatron_device
-from nvfp4_train import checkpoint_files as files
 from nvfp4_train import phase
-from nvfp4_train.checkpoint import TrainingState, content
-from nvfp4_train.checkpoint_files import Header
+from nvfp4_train.checkpoints import files
+from nvfp4_train.checkpoints.files import Header
+from nvfp4_train.checkpoints.state import TrainingState, content
 from nvfp4_train.config import CheckpointConfig
 from nvfp4_train.distributed import World, any_rank, gather, gather_on_main, no_new_teams, on_main
 from nvfp4_train.storage import named

@@ -1,6 +1,6 @@
-"""The whole state of a run as Megatron's sharded tensors, and loading it; `checkpoint_writer` saves it.
+"""The whole state of a run as Megatron's sharded tensors, and loading it; `writer` saves it.
 
-Loading runs no code: `checkpoint_files.damage` checks sums and index first, and what is not a tensor is read by torch's
+Loading runs no code: `files.damage` checks sums and index first, and what is not a tensor is read by torch's
 weights-only loader.
 """
 
@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from data.quiet import quiet
 from models.megatron_cpu import megatron_device
-from nvfp4_train import checkpoint_files as files
-from nvfp4_train.checkpoint_files import CheckpointError, Header
+from nvfp4_train.checkpoints import files
+from nvfp4_train.checkpoints.files import CheckpointError, Header
+from nvfp4_train.checkpoints.moments import set_steps_taken, sharded_moments, steps_taken
+from nvfp4_train.checkpoints.random_state import random_states, set_random_states
 from nvfp4_train.distributed import World, gather, no_new_teams
-from nvfp4_train.moments import set_steps_taken, sharded_moments, steps_taken
-from nvfp4_train.random_state import random_states, set_random_states
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Loaded:
 def load(path: Path, state: TrainingState, world: World) -> Loaded:
     """Put the whole state of the checkpoint at `path` into `state` and the random generators.
 
-    `path` must be whole (`checkpoint_files.damage`). The recipe may be another one: histories are taken where both have
+    `path` must be whole (`files.damage`). The recipe may be another one: histories are taken where both have
     them. Random states are per rank, and another number of ranks keeps its own.
 
     Raises:
