@@ -24,12 +24,16 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def single_process() -> Iterator[None]:
-    """gloo with a world of one and Megatron's parallel state on it, once a session (the import takes seconds)."""
+    """A world of one and Megatron's parallel state on it, once a session (the import takes seconds).
+
+    Where there is a GPU its tensors have NCCL: tests of both devices may share the process.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     yield
