@@ -16,6 +16,7 @@ from torch import Tensor
 from models.config import ModelConfig, ModelError
 from models.convolution import causal_convolution
 from models.mamba import MambaKernels, MambaWeights, MixerCore, torch_core
+from models.mamba_tiles import fix_tiles
 from models.norm import ACTIVATION_DTYPE
 from models.shapes import mamba_conv_channels, mamba_in_proj_width
 
@@ -55,11 +56,13 @@ def choose_kernels(config: ModelConfig, device: torch.device) -> MambaKernels:
         if config.kernels == "mamba_ssm":
             raise ModelError(f"model.kernels=mamba_ssm: {mamba}. Install it ({INSTALL}), or write model.kernels=torch")
         return MambaKernels(torch_core, f"Mamba scan: PyTorch (slow path; {mamba})")
+    tiles = fix_tiles(importlib.metadata.version("mamba-ssm"), config.mamba_head_dim, device)
     convolution, conv = import_or_reason("causal_conv1d", "causal-conv1d")
     if convolution is None:
         core = partial(_scan_core, ops.mamba_chunk_scan_combined)
-        return MambaKernels(core, f"Mamba scan: {mamba}, convolution in PyTorch ({conv})")
-    return MambaKernels(partial(_fused_core, ops.mamba_split_conv1d_scan_combined), f"Mamba scan: {mamba} with {conv}")
+        return MambaKernels(core, f"Mamba scan: {mamba} in {tiles}, convolution in PyTorch ({conv})")
+    core = partial(_fused_core, ops.mamba_split_conv1d_scan_combined)
+    return MambaKernels(core, f"Mamba scan: {mamba} with {conv}, in {tiles}")
 
 
 def _fused_core(kernel: Any, projected: Tensor, weights: MambaWeights, documents: Tensor | None) -> Tensor:

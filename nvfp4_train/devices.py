@@ -5,14 +5,11 @@ And whether its kernels add in one fixed order.
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -58,36 +55,10 @@ def fix_order_of_sums(deterministic: bool, device: torch.device) -> str:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     with suppress(ModuleNotFoundError):  # `models.kernels` says what runs instead, or refuses
         importlib.import_module("mamba_ssm.utils.determinism").set_deterministic_mode(deterministic)
-        importlib.import_module("mamba_ssm.ops.triton.ssd_combined")  # loads all its kernels that take part
-    for kernel in _tuned_kernels("mamba_ssm."):
-        if deterministic:
-            kernel.configs = [min(kernel.configs, key=_tile_size)]
-        # What was found fastest is kept on disk: a restart on the same machine neither waits nor chooses otherwise.
-        kernel.cache_results = True
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch asks for it by this name before it allows cuBLAS
         return "sums in one fixed order: a repeated or resumed run has the same bits (deterministic=true)"
     return "sums in any order: a repeated or resumed run differs in its last bits (deterministic=false)"
-
-
-def _tuned_kernels(package: str) -> Iterator[Any]:
-    """Triton kernels of a package's loaded modules that would take the tiles which are fastest when first tried.
-
-    Tiles set the order of sums. mamba-ssm asks whether it may try them when it is loaded, which Megatron does first.
-    """
-    interface, tuned = (importlib.import_module(f"triton.runtime.{name}") for name in ("jit", "autotuner"))
-    for module in [module for name, module in sys.modules.items() if name.startswith(package)]:
-        for kernel in list(vars(module).values()):
-            while isinstance(kernel, interface.KernelInterface):
-                if isinstance(kernel, tuned.Autotuner):
-                    yield kernel
-                kernel = getattr(kernel, "fn", None)
-
-
-def _tile_size(config: Any) -> int:
-    """Elements that a choice of tiles holds at once; the smallest fits every card."""
-    sizes = [size for name, size in config.kwargs.items() if name.startswith("BLOCK_SIZE")]
-    return math.prod(sizes) * config.num_stages
 
 
 def check_memory(config: RunConfig, linears: Sequence[LinearPrecision], backend: str, device: torch.device) -> None:

@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from models.config import ModelConfig
+from models.kernels import choose_kernels
 from models.shapes import num_blocks, padded_vocab_size
 from nvfp4_train.config import RunConfig
 
@@ -53,6 +54,7 @@ class MegatronStep:
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
+        choose_kernels(config.model, torch.device("cuda"))  # mamba-ssm's in the same tiles as ours
         model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
         settings, vocabulary = _settings(config.model), padded_vocab_size(config.model)
         self.shape = (config.data.micro_batch, config.data.sequence_length)

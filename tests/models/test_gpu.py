@@ -15,16 +15,34 @@ pytestmark = [
 ]
 
 
-def test_kernels_agree_with_the_reference() -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kernels_agree_with_the_reference_in_the_tables_tiles(deterministic: bool) -> None:
     from models.kernels import choose_kernels, compare_kernels
+    from models.mamba_tiles import TILES, Tile, _kernels, shared_memory
 
-    pytest.importorskip("mamba_ssm")
+    determinism = pytest.importorskip("mamba_ssm.utils.determinism")
     device = torch.device("cuda")
-    for name in ("quickstart", "nano", "1b"):
-        config = load_model_config(name)
-        kernels = choose_kernels(config, device)
-        assert kernels.description.startswith("Mamba scan: mamba-ssm")
-        assert compare_kernels(config, kernels, device) < 1e-2
+    before = determinism._deterministic_override
+    determinism.set_deterministic_mode(deterministic)
+    try:
+        for name in ("quickstart", "nano", "1b"):
+            config = load_model_config(name)
+            kernels = choose_kernels(config, device)
+            assert kernels.description.startswith("Mamba scan: mamba-ssm")
+            assert kernels.description.endswith("in fixed tiles")
+            assert compare_kernels(config, kernels, device) < 1e-2
+    finally:
+        determinism.set_deterministic_mode(before)
+    ran, largest = {}, 0
+    for _module, kernel in _kernels():
+        tile = getattr(kernel, "best_config", None)  # of the last run
+        if tile is not None:
+            ran[kernel.base_fn.__name__] = Tile(tuple(tile.kwargs.values()), tile.num_warps, tile.num_stages)
+            assert not kernel.cache  # none was tuned
+            compiled = kernel.fn.device_caches[torch.cuda.current_device()][0].values()
+            largest = max(largest, *(kernel.metadata.shared for kernel in compiled))
+    assert ran == TILES
+    assert largest <= shared_memory(64)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
