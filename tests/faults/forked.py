@@ -100,11 +100,26 @@ def rank(before: Before, overrides: Sequence[str], env: dict[str, str]) -> int:
     """One process of the run."""
     os.setsid()  # as torch starts them
     os.environ.update(env)
+    return command(before, overrides)
+
+
+def command(before: Before, overrides: Sequence[str]) -> int:
+    """The training command; see `launch` for `before`."""
     own = list(overrides)
     after = before(own)
     code = train(own)
     after()
     return code
+
+
+def alone(overrides: Sequence[str], output: Path, before: Before) -> ForkedProcess:
+    """The training command, forked, as it is without a launcher: one process. Arguments as of `launch`."""
+
+    def body() -> int:
+        _print_to(output)
+        return command(before, overrides)
+
+    return ForkedProcess(body)
 
 
 def launch(options: Sequence[str], output: Path, before: Before) -> ForkedProcess:
@@ -120,12 +135,17 @@ def launch(options: Sequence[str], output: Path, before: Before) -> ForkedProces
         return Handler(before, args, env, local_rank_id)
 
     def body() -> int:
-        with output.open("ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+        _print_to(output)
         api.get_subprocess_handler = handler  # type: ignore[assignment]
-        os.environ.pop("RANK", None)
-        os.environ.pop("WORLD_SIZE", None)
         return launcher.main(options)
 
     return ForkedProcess(body)
+
+
+def _print_to(output: Path) -> None:
+    """From here on this process is one that a user starts in a shell, with both outputs in a file."""
+    with output.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.pop("RANK", None)
+    os.environ.pop("WORLD_SIZE", None)

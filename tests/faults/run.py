@@ -1,12 +1,13 @@
-"""Runs of two processes, hit at random moments, resumed until they are done, and compared with one that was not hit.
+"""Runs that are hit at random moments, resumed until they are done, and compared with one that nothing hit.
 
 python -m tests.faults.run --runs 50 --real 4 --folder runs/faults      # make faults
 python -m tests.faults.run --seed 17                                    # one run again
 
-Each run is killed (-9, -TERM) or stopped for longer than the timeout, one of its ranks or its launcher, one to three
-times, within any phase. At the end weights, moments, losses, gradient norms and hashes of the batches must be those of
-the run that nothing hit, bit for bit. One line a run, a table at the end; exit code 1 where one differs. What is done
-is kept in the folder, so the same command goes on after an interruption.
+A run of two processes is killed (-9, -TERM) or stopped for longer than the timeout, one of its ranks or its launcher,
+one to three times, within any phase; a run of one process, which has no launcher, is killed. At the end weights,
+moments, losses, gradient norms and hashes of the batches must be those of the run that nothing hit, bit for bit. One
+line a run, a table at the end; exit code 1 where one differs. What is done is kept in the folder, so the same command
+goes on after an interruption.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ import torch
 from nvfp4_train.environment import sources
 from nvfp4_train.exits import ExitCode
 from tests.faults.equal import first_difference
-from tests.faults.forked import Before, ForkedProcess, launch
+from tests.faults.forked import Before, ForkedProcess, alone, launch
 from tests.faults.moments import KINDS, LAUNCHER, Moments
-from tests.faults.plan import LAYOUTS, STEPS, TIMEOUT, Calls, Plan, plan
+from tests.faults.plan import ALONE, LAYOUTS, SAME_AS, STEPS, TIMEOUT, Calls, Plan, plan
 from tests.faults.real import Real, Started, reals
 
 STARTS, LIMIT, SOON = 8, 240.0, 30.0  # starts a run, seconds a start, seconds until all have stopped
@@ -48,7 +49,7 @@ def before(folder: Path, *, counting: bool) -> Before:
     """What each rank does when it begins: listen for its moment."""
 
     def begin(_overrides: list[str]) -> Callable[[], None]:
-        moments = Moments(folder, int(os.environ["RANK"]), counting=counting)
+        moments = Moments(folder, int(os.environ.get("RANK", 0)), counting=counting)
         moments.listen()
         return moments.write_counts
 
@@ -68,28 +69,35 @@ class Faults:
 
     def reference(self, layout: str) -> list[Calls]:
         """Runs a layout once, without a fault; returns how many calls each of its phases had, by rank."""
-        folder = self.folder / "whole" / layout.replace(" ", "-")
+        folder = self._whole(layout)
         if not (folder / "done").exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            process = self._launch(Plan(0, layout, 0, ()), folder, counting=True)
+            process = self._launch(Plan(0, layout, 0, ()), folder, before(folder, counting=True))
             code = process.wait(LIMIT)
             assert code == ExitCode.DONE, (folder / "out").read_text()
             (folder / "done").touch()
-        return [calls(json.loads((folder / f"calls.{rank}.json").read_text())) for rank in range(2)]
+        found = sorted(folder.glob("calls.*.json"))
+        return [calls(json.loads(file.read_text())) for file in found]
 
-    def _launch(self, run: Plan, folder: Path, *, counting: bool = False) -> ForkedProcess:
+    def _whole(self, layout: str) -> Path:
+        return self.folder / "whole" / layout.replace(" ", "-")
+
+    def _launch(self, run: Plan, folder: Path, begin: Before) -> ForkedProcess:
         overrides = run.overrides([*self._where, f"run_dir={folder / 'run'}"])
+        if run.layout == ALONE:
+            return alone(overrides, folder / "out", begin)
         options = ["--processes", "2", "--restarts", str(run.restarts), "--", *overrides]
-        return launch(options, folder / "out", before(folder, counting=counting))
+        return launch(options, folder / "out", begin)
 
     # ---- a run that is hit
 
     def run(self, run: Plan) -> Result:
         """A run that is hit as planned, started again and again until it is done; what became of it."""
-        folder = self._fresh(run.seed)
+        folder = self._fresh(f"seed-{run.seed}")
         (folder / "plan.json").write_text(json.dumps([asdict(hit) for hit in run.hits], indent=1))
-        result = self._until_done(lambda: self._launch(run, folder), run.layout, folder, len(run.hits))
+        begin = before(folder, counting=False)
+        result = self._until_done(lambda: self._launch(run, folder, begin), run.layout, folder, len(run.hits))
         return {
             "seed": run.seed,
             "layout": run.layout,
@@ -102,15 +110,30 @@ class Faults:
 
     def run_real(self, real: Real) -> Result:
         """The same of a run as a user starts it."""
-        folder = self._fresh(real.seed)
+        folder = self._fresh(f"seed-{real.seed}")
         where = [*self._where, f"run_dir={folder / 'run'}"]
         result = self._until_done(lambda: Started(real, where, folder), real.layout, folder, 1)
         target = "launcher" if real.target == LAUNCHER else "rank"
         named = {"signals": [real.signal.name], "targets": [target], "kinds": ["a real start"]}
         return {"seed": real.seed, "layout": real.layout, "hits": [str(real)], **named, **result}
 
-    def _fresh(self, seed: int) -> Path:
-        folder = self.folder / f"seed-{seed}"
+    def run_broken(self, name: str, broken: Sequence[Before]) -> Result:
+        """A run whose first starts are `broken`, each in its way, and the last one is not.
+
+        Returns:
+            Exit codes, what was in the folder of checkpoints after each start, all that was printed, and the verdict.
+        """
+        folder = self._fresh(name)
+        run = Plan(0, next(iter(LAYOUTS)), 0, ())
+        codes, left = [], []
+        for begin in (*broken, lambda _overrides: lambda: None):
+            codes.append(self._start(self._launch(run, folder, begin), folder))
+            left.append(sorted(entry.name for entry in (folder / "run" / "checkpoints").iterdir()))
+        printed = (folder / "out").read_text().splitlines()
+        return {"codes": codes, "left": left, "printed": printed, "verdict": self._compare(run.layout, folder)}
+
+    def _fresh(self, name: str) -> Path:
+        folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
@@ -183,7 +206,7 @@ class Faults:
         verdict = folder / "verdict"
 
         def body() -> int:
-            whole = self.folder / "whole" / layout.replace(" ", "-") / "run"
+            whole = self._whole(SAME_AS.get(layout, layout)) / "run"
             verdict.write_text(first_difference(whole, folder / "run", STEPS) or "same")
             return 0
 

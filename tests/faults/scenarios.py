@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,10 @@ from data.loading import Datasets
 from launch import agent
 from nvfp4_train import passes, phase, trainer
 from nvfp4_train.checkpoints import state as checkpoint
+from nvfp4_train.checkpoints.writer import FileSystemWriterAsync
 from nvfp4_train.environment import environment_that_counts, versions
-from tests.faults.forked import launch
-from tests.faults.plan import LAYOUTS, SEEDS, plan
+from tests.faults.forked import Before, launch
+from tests.faults.plan import ALONE, LAYOUTS, SAVES, SEEDS, plan
 from tests.faults.run import Faults, state, write_text
 from tests.trainer.conftest import TINY
 
@@ -43,9 +44,10 @@ SMALL = [
     "checkpoint.every=1",
     "evaluation.every=2",
     "evaluation.sequences=2",
-    "parallel.timeout=3",
     "optimizer.max_skipped=2",
 ]
+HANG, HANG_TIMEOUT = ("stopped", "rank 0 stopped"), "parallel.timeout=3"  # of the others nobody is to be given up
+AT_A_TIME, LIMIT = 3, 120.0  # launches; seconds of one
 BOOM = ValueError("boom")
 Break = Callable[[int, list[str]], None]
 
@@ -115,6 +117,25 @@ def struck(number: int) -> Callable[..., None]:
     return lambda *_: os.kill(os.getpid(), number)
 
 
+def terminating(step: int, times: int) -> Callable[[], None]:
+    """SIGTERM to the launcher, so many times, while this rank's thread writes the checkpoint of a step."""
+
+    def install() -> None:
+        real, struck = FileSystemWriterAsync.write_preloaded_data, []
+
+        def write(*args: Any, **options: Any) -> Any:
+            if f"step-{step:08d}" in args[2][0] and not struck:
+                struck.append(True)
+                for _ in range(times):
+                    os.kill(os.getppid(), signal.SIGTERM)
+                    time.sleep(1)
+            return real(*args, **options)
+
+        FileSystemWriterAsync.write_preloaded_data = write
+
+    return install
+
+
 def other_data() -> None:
     """Another corpus under the same path, as on a node with a copy of its own."""
     real = Datasets.identity.fget
@@ -159,26 +180,53 @@ SCENARIOS: dict[str, Break] = {
 }
 
 
-def play(name: str, root: Path) -> None:
-    """One launch; of "load" the second one, which goes on from a checkpoint."""
-    folder = root / name
-    folder.mkdir(parents=True)
-    if name == "load":
-        shutil.copytree(root / "nan" / "run", folder / "run")
-    where = [f"data.path={root / 'text'}", f"data.prepared={root / 'prepared'}", f"run_dir={folder / 'run'}"]
+def ranked(broken: Break) -> Before:
+    """What `forked.launch` calls in each rank."""
 
     def before(overrides: list[str]) -> Callable[[], None]:
-        rank = int(os.environ["RANK"])
-        (folder / f"pid.{rank}").write_text(str(os.getpid()))
-        SCENARIOS[name](rank, overrides)
+        broken(int(os.environ["RANK"]), overrides)
         return lambda: None
 
-    begun = time.monotonic()
-    process = launch(["--processes", "2", "--", *TINY, *SMALL, *where], folder / "out", before)
-    code = process.wait(120)
-    left = [rank for rank in range(2) if state(int((folder / f"pid.{rank}").read_text()))]
-    end = {"code": code, "seconds": time.monotonic() - begun, "left": left}
-    (folder / "end.json").write_text(json.dumps(end))
+    return before
+
+
+class Playing:
+    """A launch under way; of "load" the second one of a run, which goes on from a checkpoint."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        self.folder = folder = root / name
+        folder.mkdir(parents=True)
+        if name == "load":
+            shutil.copytree(root / "nan" / "run", folder / "run")
+        where = [f"data.path={root / 'text'}", f"data.prepared={root / 'prepared'}", f"run_dir={folder / 'run'}"]
+        overrides = [*TINY, *SMALL, *where, *([HANG_TIMEOUT] if name in HANG else [])]
+
+        def begin(rank: int, overrides: list[str]) -> None:
+            (folder / f"pid.{rank}").write_text(str(os.getpid()))
+            SCENARIOS[name](rank, overrides)
+
+        self._begun = time.monotonic()
+        self._process = launch(["--processes", "2", "--", *overrides], folder / "out", ranked(begin))
+
+    def ended(self) -> bool:
+        """Whether it is over: then what became of it is written down."""
+        code, seconds = self._process.poll(), time.monotonic() - self._begun
+        if code is None:
+            assert seconds < LIMIT, (self.folder / "out").read_text()
+            return False
+        left = [rank for rank in range(2) if state(int((self.folder / f"pid.{rank}").read_text()))]
+        (self.folder / "end.json").write_text(json.dumps({"code": code, "seconds": seconds, "left": left}))
+        return True
+
+
+def play(names: Iterable[str], root: Path) -> None:
+    """Several at a time, in this order: most of them wait most of the time."""
+    waiting, playing = list(names), list[Playing]()
+    while waiting or playing:
+        if waiting and len(playing) < AT_A_TIME:
+            playing.append(Playing(waiting.pop(0), root))
+        playing = [scenario for scenario in playing if not scenario.ended()]
+        time.sleep(0.02)
 
 
 def main() -> None:
@@ -188,13 +236,20 @@ def main() -> None:
     root = Path(sys.argv[1])
     root.mkdir(parents=True, exist_ok=True)
     write_text(root / "text")
-    for name in sys.argv[2:] or SCENARIOS:
-        play(name, root)
-    if not sys.argv[2:]:
-        faults, layout = Faults(root / "faults"), next(iter(LAYOUTS))
-        calls = {layout: faults.reference(layout)}
-        for seed in SEEDS:
-            (root / f"seed-{seed}.json").write_text(json.dumps(faults.run(plan(seed, calls))))
+    if sys.argv[2:]:
+        play(sys.argv[2:], root)
+        return
+    play(["nan"], root)  # prepares the corpus, and saves what "load" loads
+    play([name for name in SCENARIOS if name != "nan"], root)
+    faults = Faults(root / "faults")
+    two = next(iter(LAYOUTS))
+    calls = {two: faults.reference(two)}
+    calls[ALONE] = calls[two][:1]  # near enough, and a run less
+    results = {f"seed-{seed}": faults.run(plan(seed, calls)) for seed in SEEDS}
+    broken = [ranked(on(1, terminating(SAVES * times, times))) for times in (1, 2)]
+    results["terminated"] = faults.run_broken("terminated", broken)
+    for name, result in results.items():
+        (root / f"{name}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

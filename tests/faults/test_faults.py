@@ -177,3 +177,21 @@ def test_a_run_that_is_hit_ends_the_same(played: Theatre, seed: int) -> None:
     result = json.loads((played.folder / f"seed-{seed}.json").read_text())
     assert result["verdict"] == "same", result
     assert all(result["struck"]), result
+
+
+def test_a_signal_in_a_save_lets_it_end_and_a_second_one_abandons_it(played: Theatre) -> None:
+    """SIGTERM once while rank 1 writes step 3, then twice while it writes step 6; then the run goes on to its end."""
+    result = json.loads((played.folder / "terminated.json").read_text())
+    assert result["codes"] == [ExitCode.INTERRUPTED, ExitCode.INTERRUPTED, ExitCode.DONE]
+    once, twice, done = result["left"]
+    assert once[:2] == ["latest", "step-00000003"]
+    assert len(once) <= 3, "at most a checkpoint of the step that was under way"
+    assert not any(name.endswith(".tmp") for name in once)
+    asked = result["printed"].index("SIGTERM: finishing this step, then saving; once more leaves at once")
+    (durable,) = [number for number, line in enumerate(result["printed"]) if "step-00000003: durable" in line]
+    assert asked < durable
+    (unfinished,) = set(twice) - set(once)
+    assert unfinished.startswith("step-00000006.")
+    assert unfinished.endswith(".tmp")
+    assert not any(name.endswith(".tmp") for name in done)
+    assert result["verdict"] == "same"
