@@ -157,6 +157,11 @@ def _wrong_file(path: Path, sums: dict[str, str]) -> str | None:
     return None
 
 
+def size(path: Path) -> int:
+    """Bytes of all files of the checkpoint at `path`."""
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
 def read_header(path: Path) -> Header:
     """The header of the checkpoint at `path`.
 

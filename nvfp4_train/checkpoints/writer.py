@@ -13,7 +13,6 @@ Python threads do not hinder each other here: writing and summing leave the inte
 from __future__ import annotations
 
 import hashlib
-import os
 import queue
 import secrets
 import shutil
@@ -73,13 +72,11 @@ class Part:
     Attributes:
         host: of the rank.
         seconds: from the copy to the flushed and summed files.
-        bytes: of the files.
         failure: what went wrong, None where all went well; an OSError is complete, of others the text.
     """
 
     host: str
     seconds: float
-    bytes: int
     failure: OSError | str | None
 
 
@@ -97,7 +94,6 @@ class _Write(threading.Thread):
         self._writer = writer
         self.sums: dict[str, str] = {}
         self.results: list[Any] = []
-        self._bytes = 0
         self._buckets: list[Bucket] = []
         self._abandoned = threading.Event()
         self._begin = self._end = time.perf_counter()
@@ -141,7 +137,6 @@ class _Write(threading.Thread):
                 raise results
             with open(path, "rb") as file:
                 self.sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
-                self._bytes += os.fstat(file.fileno()).st_size
         self.results += results
 
     def _unless_abandoned(self, tensors: list[Any]) -> Iterator[Any]:
@@ -161,7 +156,7 @@ class _Write(threading.Thread):
         error, failure = self.failure, None
         if error is not None:
             failure = _refusal(error) or f"{type(error).__name__}: {error}"
-        return Part(socket.gethostname(), self._end - self._begin, self._bytes, failure)
+        return Part(socket.gethostname(), self._end - self._begin, failure)
 
 
 def _copied(bucket: Bucket) -> Bucket:
@@ -186,7 +181,7 @@ class _Flight:
     """A save under way.
 
     Attributes:
-        header, temporary, needed: of the checkpoint; the folder it is written in; the bytes it takes.
+        header, temporary, needed: of the checkpoint; the folder it is written in; the most bytes it may take.
         write: this rank's thread.
         waited: seconds that training waited for it so far.
     """
@@ -240,10 +235,7 @@ class CheckpointWriter:
         write = _Write(self._plan.writer)
         write.copy_and_start()
         self._flight = _Flight(header, temporary, needed, write, time.perf_counter() - start)
-        self._say(
-            f"checkpoint {_name(header)}: requested, {needed / 1e6:.1f} MB; "
-            f"training waited {self._flight.waited:.2f} s and goes on"
-        )
+        self._say(f"checkpoint {_name(header)}: requested; training waited {self._flight.waited:.2f} s and goes on")
 
     def poll(self) -> None:
         """Publish the save under way if all ranks have written their part. On all ranks.
@@ -295,11 +287,13 @@ class CheckpointWriter:
             written = gather_on_main((flight.write.sums, flight.write.results), self._world)
             on_main(self._world, partial(self._finish_files, flight, written))
         flight.waited += time.perf_counter() - start
-        size, seconds = sum(part.bytes for part in parts), max(part.seconds for part in parts)
-        self._say(
-            f"checkpoint {_name(flight.header)}: durable, {size / 1e6:.1f} MB written in {seconds:.2f} s; "
-            f"training waited {flight.waited:.2f} s in all"
-        )
+        seconds = max(part.seconds for part in parts)
+        if self._world.is_main:
+            size = files.size(files.step_folder(self._root, flight.header.step))
+            self._say(
+                f"checkpoint {_name(flight.header)}: durable, {size / 1e6:.1f} MB written in {seconds:.2f} s; "
+                f"training waited {flight.waited:.2f} s in all"
+            )
 
     def _finish_files(self, flight: _Flight, written: list[tuple[dict[str, str], list[Any]]]) -> None:
         """On the main rank, when all parts are on the disk; `written`: each rank's sums and places of tensors."""
@@ -351,7 +345,7 @@ def _name(header: Header) -> str:
 
 
 def _bytes_of(tensors: dict[str, Any]) -> int:
-    """Bytes of the tensors that this rank is the first to hold, and a little for the rest."""
+    """Bytes of the tensors that this rank is the first to hold, and more than enough for the rest."""
     found = [item for item in nested_values(tensors) if isinstance(item, ShardedTensor | ShardedTensorFactory)]
     mine = [item.data for item in found if is_main_replica(item.replica_id)]
     return sum(data.numel() * data.element_size() for data in mine) + 2**20

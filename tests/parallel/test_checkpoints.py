@@ -166,11 +166,10 @@ def test_training_goes_on_while_a_rank_writes_and_the_checkpoint_is_of_its_step(
         assert seen["during"]["newest"] == "step-00000001"
         assert [name.split(".")[-1] for name in seen["during"]["names"]] == ["latest", "step-00000001", "tmp"]
         assert seen["after"]["names"] == ["latest", "step-00000001", "step-00000002"]
-        requested, durable = seen["said"]
-        assert requested.startswith("checkpoint step-00000002: requested, "), rank
-        assert re.fullmatch(
-            r"checkpoint step-00000002: durable, .* MB written in [\d.]+ s; training waited [\d.]+ s in all", durable
-        )
+        requested, *durable = seen["said"]
+        assert requested.startswith("checkpoint step-00000002: requested; training waited ")
+        said = r"checkpoint step-00000002: durable, .* MB written in [\d.]+ s; training waited [\d.]+ s in all"
+        assert [re.fullmatch(said, line) is not None for line in durable] == [True] * (rank == 0)
 
 
 def test_a_save_that_is_cut_off_is_no_checkpoint_and_goes_with_the_next(runs: Runs) -> None:

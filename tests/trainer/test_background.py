@@ -79,6 +79,8 @@ def test_training_goes_on_and_latest_moves_last(
     places = [said.index(text) for text in order]
     assert places == sorted(places)
     assert saved_steps(checkpoints(config)) == [2, 4, 5]
+    size = sum(file.stat().st_size for file in (checkpoints(config) / "step-00000005").iterdir())
+    assert f"step-00000005: durable, {size / 1e6:.1f} MB written in " in said
     whole = make(*OPTIONS, run="whole")
     assert train(whole) == ExitCode.DONE
     assert_same_run(whole, config, 5)
