@@ -72,7 +72,8 @@ class ParallelConfig:
         overlap_param_gather: gather updated weights during the next forward pass; with a distributed optimizer.
         cuda_graphs: record the passes of a micro-batch once and replay them, so that a GPU need not wait for Python;
             same bits. auto (wherever they can be recorded), always, or never.
-        timeout: seconds without a sign of life after which the other ranks give one up and end; 0 never.
+        timeout: seconds without a sign of life after which the other ranks give one up and end; 0 never. One call that
+            keeps a process from running Python for longer looks the same.
     """
 
     tensor: int = 1
