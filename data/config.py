@@ -74,7 +74,7 @@ class DataConfig:
         global_batch: sequences an optimizer step, over all ranks and micro-batches.
         micro_batch: sequences a forward pass.
         workers: loader processes; 0 reads in the training process.
-        processes: that prepare in parallel; 0 is one a core.
+        processes: that prepare in parallel; 0 is one a core, as far as there is enough to do.
         stream: read `hub:` data sets from the network as they are prepared; false downloads them first.
     """
 

@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.ahead import ahead
 from data.config import DataConfig, DataError
 from data.corpus import TRAIN, VALIDATION, FileInfo, Skipped
 from data.durable import flush
+from data.encoding import Content, Encode, batched
 from data.readers import BadDocument, Document, read_documents
 from data.sources import Source, SourceFile, check_unchanged
 from data.splitting import Splitter
-from data.tokenizers import Ids, Tokenizer, load_tokenizer
+from data.tokenizers import Ids, Tokenizer
 from data.writing import SplitWriter
 
 PART_BYTES = 1 << 24
-BATCH_CHARACTERS = 1 << 20
-BATCH_DOCUMENTS = 1024
-BATCHES_AHEAD = 2
 
 Advance = Callable[[int], None]
 
@@ -113,20 +110,23 @@ def cut_parts(source: Source, root: Path) -> list[Part]:
     return [Part(root / f"part-{number:05d}", tuple(files)) for number, files in enumerate(groups)]
 
 
-def build_part(source: Source, part: Part, config: DataConfig, advance: Advance) -> PartInfo:
+def build_part(
+    source: Source, part: Part, config: DataConfig, tokenizer: Tokenizer, encode: Encode, advance: Advance
+) -> PartInfo:
     """Makes a part's folder, or finds that somebody made it meanwhile.
 
     Args:
+        encode: turns batches into ids with `tokenizer`, here or in other processes, in order.
         advance: is told how many bytes of text are done, now and then.
 
     Raises:
-        DataError: the tokenizer, a file, or one bad document too many.
+        DataError: a file, or one bad document too many.
     """
     building = part.folder.with_name(f".{part.folder.name}.{socket.gethostname()}.{os.getpid()}")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     try:
-        info = _build(source, part, config, building, advance)
+        info = _build(_Documents(source, part, config, tokenizer), encode, building, advance)
         text = json.dumps(asdict(info), indent=1)
         (building / "part.json").write_text(text + "\n", encoding="utf-8")
         for path in (*building.iterdir(), building):
@@ -141,22 +141,20 @@ def build_part(source: Source, part: Part, config: DataConfig, advance: Advance)
     return part.info()
 
 
-def _build(source: Source, part: Part, config: DataConfig, building: Path, advance: Advance) -> PartInfo:
-    files = tuple(FileInfo(file.name, file.size, file.sha256()) for file in part.files)
-    tokenizer = load_tokenizer(config.tokenizer)
-    documents = _Documents(source, part, config, tokenizer)
+def _build(documents: _Documents, encode: Encode, building: Path, advance: Advance) -> PartInfo:
+    files = tuple(FileInfo(file.name, file.size, file.sha256()) for file in documents.part.files)
+    tokenizer = documents.tokenizer
     writers = {s: SplitWriter(building / s, tokenizer.vocab_size, tokenizer.eod) for s in (TRAIN, VALIDATION)}
-    splitter = Splitter(config.validation_share)
-    empty = 0  # counted apart: another thread reads ahead and counts in `documents`
-    for batch in ahead(_batched(documents), BATCHES_AHEAD):
-        for (text, _), ids in zip(batch, _encoded(batch, tokenizer), strict=True):
-            if ids.size == 0:  # the tokenizer's normalizer may leave nothing of a text
-                empty += 1
+    splitter = Splitter(documents.config.validation_share)
+    for batch in encode(batched(documents)):
+        for document in batch.documents():
+            if document.ids.size == 0:  # the tokenizer's normalizer may leave nothing of a text
+                documents.empty += 1
                 continue
-            for placed in splitter.add(text, ids):
+            for placed in splitter.add(document):
                 writers[placed.split].add(placed.ids, placed.num_bytes)
-        advance(sum(len(text) for text, _ in batch))
-    check_unchanged(part.files)
+        advance(int(batch.num_bytes.sum()))
+    check_unchanged(documents.part.files)
     for writer in writers.values():
         writer.finish()
     np.save(building / "counts.npy", np.stack([writer.counts for writer in writers.values()]))
@@ -171,12 +169,9 @@ def _build(source: Source, part: Part, config: DataConfig, building: Path, advan
         bytes=(train.bytes, validation.bytes),
         candidate_position=None if candidate is None else candidate.position,
         candidate_bytes=0 if candidate is None else candidate.num_bytes,
-        empty=documents.empty + empty,
+        empty=documents.empty,
         bad=tuple(documents.bad),
     )
-
-
-Prepared = tuple[str, Ids | None]  # a document's text, and its ids where they were made elsewhere
 
 
 @dataclass
@@ -190,7 +185,7 @@ class _Documents:
     empty: int = 0
     bad: list[Skipped] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[Prepared]:
+    def __iter__(self) -> Iterator[Content]:
         config = self.config
         for document in read_documents(self.source, config.text_field, self.part.files, config.stream):
             if isinstance(document, BadDocument):
@@ -199,12 +194,12 @@ class _Documents:
                 if not document.text or document.text.isspace():
                     self.empty += 1
                 else:
-                    yield document.text, None
+                    yield document.text
             else:
                 yield from self._stored(document.ids, document.origin)
 
-    def _stored(self, ids: Ids, origin: str) -> Iterator[Prepared]:
-        """A document of ids, as the text they stand for; its end, where it has one, is put there by the writer."""
+    def _stored(self, ids: Ids, origin: str) -> Iterator[Content]:
+        """A document of ids; its end, where it has one, is put there by the writer."""
         tokenizer = self.tokenizer
         outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
         if outside.size:
@@ -219,7 +214,7 @@ class _Documents:
         elif (ids == tokenizer.eod).any():
             self._skip(origin, f"holds the id that ends a document, {tokenizer.eod}, before its end")
         else:
-            yield tokenizer.decode(ids.tolist()), ids
+            yield ids
 
     def _skip(self, origin: str, reason: str) -> None:
         self.bad.append(Skipped(origin, reason))
@@ -234,23 +229,3 @@ def check_bad(bad: list[Skipped] | tuple[Skipped, ...], limit: int) -> None:
             f"{one.origin}: {one.reason}. That is unreadable document {limit + 1}, and data.max_bad_documents is "
             f"{limit}: mend it, or set data.max_bad_documents={limit + 1} or more to skip such documents."
         )
-
-
-def _encoded(batch: list[Prepared], tokenizer: Tokenizer) -> Iterator[Ids]:
-    made = iter(tokenizer.encode_batch([text for text, ids in batch if ids is None]))
-    for _, ids in batch:
-        yield next(made) if ids is None else ids
-
-
-def _batched(documents: Iterable[Prepared]) -> Iterator[list[Prepared]]:
-    """Batches of bounded size, for the tokenizer."""
-    batch: list[Prepared] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document[0])
-        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

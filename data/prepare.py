@@ -14,23 +14,19 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import multiprocessing
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from data.config import DataConfig, DataError
 from data.corpus import FORMAT_VERSION, Corpus, is_prepared, open_corpus, write_manifest
 from data.durable import flush
 from data.merging import merge
-from data.parts import Part, PartInfo, build_part, check_bad, cut_parts
+from data.parts import Part, check_bad, cut_parts
+from data.processes import build_parts
 from data.progress import Progress
 from data.sources import Source, find_source
 from data.tokenizers import BYTE, copy_name, load_tokenizer, tokenizer_hash, tokenizer_path
@@ -208,9 +204,7 @@ class _Work:
         say(f"data: preparing {source.name} ({size}) in {self._folder}{again}")
         self._building.mkdir(parents=True, exist_ok=True)
         progress = Progress(sum(part.size for part in missing), say)
-        processes = min(len(missing), config.processes or len(os.sched_getaffinity(0)))
-        build = _build_here if processes < 2 else _build_in_processes
-        for info in build(source, missing, config, progress, processes):
+        for info in build_parts(source, missing, config, progress):
             for one in info.bad:
                 say(f"data: skipped {one.origin}: {one.reason}")
 
@@ -233,70 +227,6 @@ class _Work:
         shutil.rmtree(self._building, ignore_errors=True)
         _report(corpus, self._say)
         return corpus
-
-
-def _build_here(
-    source: Source, parts: Sequence[Part], config: DataConfig, progress: Progress, processes: int
-) -> Iterator[PartInfo]:
-    """One part after another in this process; the tokenizer's own threads have the other cores."""
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress.show(done)
-
-    for part in parts:
-        yield build_part(source, part, config, advance)
-
-
-def _build_in_processes(
-    source: Source, parts: Sequence[Part], config: DataConfig, progress: Progress, processes: int
-) -> Iterator[PartInfo]:
-    """Parts in order of size over a pool, the largest first; their results in the order of the source.
-
-    Raises what the first part that failed raised, when those that were at work have ended.
-    """
-    context = multiprocessing.get_context("spawn")  # a fork would inherit the threads of torch and of the tokenizer
-    done = context.Value("q", 0)
-    with ProcessPoolExecutor(processes, context, _start_process, (source, config, done)) as pool:
-        by_size = sorted(parts, key=lambda part: -part.size)
-        futures = {part: pool.submit(_build_in_process, part) for part in by_size}
-        running = set(futures.values())
-        try:
-            while running:
-                ended, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
-                progress.show(done.value)
-                for future in ended:
-                    future.result()
-        except BrokenProcessPool as error:
-            raise DataError(
-                f"data.path: a process that prepared {source.name} was killed, most likely for want of memory. What "
-                f"is done is kept: prepare again with data.processes={max(1, processes // 2)}."
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-        for part in parts:
-            yield futures[part].result()
-
-
-_given: Any = None  # of a process of the pool: source, settings, bytes of text done over all processes
-
-
-def _start_process(source: Source, config: DataConfig, done: Any) -> None:
-    global _given
-    _given = source, config, done
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores
-
-
-def _build_in_process(part: Part) -> PartInfo:
-    source, config, done = _given
-
-    def advance(count: int) -> None:
-        with done.get_lock():
-            done.value += count
-
-    return build_part(source, part, config, advance)
 
 
 def _report(corpus: Corpus, say: Say) -> None:

@@ -15,19 +15,19 @@ from data.tokenizers import Ids
 
 
 class Placed(NamedTuple):
-    """A document's ids (without the end-of-document token), the UTF-8 bytes of its text, and where it goes."""
+    """A document that goes to `split`."""
 
     split: str
     ids: Ids
     num_bytes: int
 
 
-class Candidate(NamedTuple):
-    """A document that is held out if no other is: the one of the smallest position so far."""
+class Encoded(NamedTuple):
+    """A document's ids (without the end-of-document token), the UTF-8 bytes of its text, and its `position`."""
 
-    position: float
     ids: Ids
     num_bytes: int
+    position: float
 
 
 class Splitter:
@@ -36,12 +36,10 @@ class Splitter:
     def __init__(self, validation_share: float) -> None:
         self._share = validation_share
         self._has_validation = False
-        self._candidate: Candidate | None = None
+        self._candidate: Encoded | None = None  # of the smallest position, held out if no other is
 
-    def add(self, text: str, ids: Ids) -> list[Placed]:
+    def add(self, new: Encoded) -> list[Placed]:
         """Where this document goes, and one kept back before if that is now decided; empty if this one is kept back."""
-        content = text.encode("utf-8")
-        new = Candidate(position(content), ids, len(content))
         if new.position < self._share:
             self._has_validation = True
             return [*self._release(TRAIN), Placed(VALIDATION, new.ids, new.num_bytes)]
@@ -53,7 +51,7 @@ class Splitter:
         self._candidate = new
         return released
 
-    def rest(self) -> Candidate | None:
+    def rest(self) -> Encoded | None:
         """To be called after the last document: the one kept back, if any."""
         return self._candidate
 

@@ -8,7 +8,7 @@ special tokens that are written out in a document are encoded as the characters 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,10 +41,7 @@ class Tokenizer(Protocol):
     eod: int
 
     def encode(self, text: str) -> Ids:
-        """Ids of one text, without `eod`."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, without `eod`."""
+        """Ids of one text, without `eod`, by one thread."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens left out."""
@@ -60,9 +57,6 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids cut out of the middle of a text may begin or end inside a character: such bytes become U+FFFD."""
@@ -92,11 +86,8 @@ class FileTokenizer:
         self.eod = self._find_eod(path)
 
     def encode(self, text: str) -> Ids:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, dtype=np.int32) for one in encoded]
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # `encode` finds places too
+        return np.array(encoded.ids, dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
@@ -139,10 +130,7 @@ class SentencePieceTokenizer:
             )
 
     def encode(self, text: str) -> Ids:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.array(ids, dtype=np.int32) for ids in self._processor.encode(list(texts), out_type=int)]
+        return np.array(self._processor.encode(text, out_type=int), dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._processor.decode([int(i) for i in ids if not self._processor.IsControl(int(i))]))

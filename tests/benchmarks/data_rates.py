@@ -1,6 +1,6 @@
 """Data as a table: preparation against the `tokenizers` library alone, reading, start-up by number of files, memory.
 
-    python -m tests.benchmarks.data_rates [--megabytes N] [--vocabulary N] [--large N]
+    python -m tests.benchmarks.data_rates [--only SECTION] [--megabytes N] [--vocabulary N] [--large N]
 
 Text is the built-in corpus, again and again, as JSON lines. Preparation (reading, checking, tokenizing, writing,
 merging, starting processes) and the library (its own batches of the same documents, all in memory, on the same cores)
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,16 +78,16 @@ def write_files(folder: Path, megabytes: float, count: int) -> list[str]:
     return written
 
 
-def preparation(root: Path, megabytes: float, vocabulary: int) -> Iterator[str]:
+def preparation(root: Path, chosen: argparse.Namespace) -> Iterator[str]:
     """Rows: our rate over the library's, for several files and for one."""
     from tokenizers import Tokenizer
 
     file = train_tokenizer(
-        config_of(Path("builtin"), root), TokenizerTraining(str(root / "bpe.json"), vocabulary), silent
+        config_of(Path("builtin"), root), TokenizerTraining(str(root / "bpe.json"), chosen.vocabulary), silent
     )
     for count in (2 * CORES, 1):
         folder = root / f"files-{count}"
-        texts = write_files(folder, megabytes, count)
+        texts = write_files(folder, chosen.megabytes, count)
         size = sum(len(text.encode()) for text in texts) / 1e6
         pairs = []
         for turn in range(PAIRS):
@@ -103,7 +103,7 @@ def preparation(root: Path, megabytes: float, vocabulary: int) -> Iterator[str]:
         yield f"| {count} of {size / count:.0f} MB | {size / alone:.2f} | {size / ours:.2f} | {wall:.0%} | {cpu:.0%} |"
 
 
-def reading(root: Path) -> Iterator[str]:
+def reading(root: Path, chosen: argparse.Namespace) -> Iterator[str]:
     """Rows: tokens a second of one process, by packing and size of document."""
     for size in DOCUMENT_SIZES:
         path = root / f"documents-{size}.jsonl"
@@ -128,7 +128,7 @@ def reading(root: Path) -> Iterator[str]:
         yield f"| {size:,} | {' | '.join(cells)} |"
 
 
-def start_up(root: Path) -> Iterator[str]:
+def start_up(root: Path, chosen: argparse.Namespace) -> Iterator[str]:
     """Rows: seconds to prepare, to find prepared, and to open for reading, by the number of source files."""
     for count in FILES:
         folder = root / f"start-{count}"
@@ -158,16 +158,35 @@ print(corpus.train.tokens, peak() - before, time.perf_counter() - start)
 """
 
 
-def memory(root: Path, megabytes: int) -> Iterator[str]:
+def memory(root: Path, chosen: argparse.Namespace) -> Iterator[str]:
     """A row: peak memory over the imports while one large text file is prepared as bytes."""
     path = root / "large.txt"
     with path.open("w", encoding="utf-8") as out:
         stream, size = documents(), 0
-        while size < megabytes * 1e6:
+        while size < chosen.large * 1e6:
             size += out.write(next(stream))
     command = [sys.executable, "-c", PEAK, str(path), str(root / "prepared")]
     done = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     yield f"| {size / 1e6:,.0f} MB | {int(done[1]) / 1024:.0f} MiB | {size / 1e6 / float(done[2]):.0f} |"
+
+
+# Of each: title and head of the table, its columns, its rows.
+SECTIONS: dict[str, tuple[str, int, Callable[[Path, argparse.Namespace], Iterator[str]]]] = {
+    "preparation": (
+        f"Preparation, BPE of {{vocabulary}} ids, {CORES} cores\n\n"
+        "| files | library, MB/s | prepare, MB/s | of it | of it by CPU time |",
+        5,
+        preparation,
+    ),
+    "reading": (
+        f"Reading, million tokens/s of CPU (wall) a process, rows of {LENGTH}\n\n"
+        f"| tokens a document | {' | '.join(PACKINGS)} |",
+        4,
+        reading,
+    ),
+    "start-up": ("Start-up, seconds\n\n| source files | prepare | found prepared | open and read |", 4, start_up),
+    "memory": ("Memory over the imports\n\n| one text file | peak | MB/s |", 3, memory),
+}
 
 
 def main() -> None:
@@ -176,28 +195,13 @@ def main() -> None:
     arguments.add_argument("--megabytes", type=float, default=60, help="of text, for preparation")
     arguments.add_argument("--vocabulary", type=int, default=8192)
     arguments.add_argument("--large", type=int, default=512, help="megabytes of the one large file")
+    arguments.add_argument("--only", choices=list(SECTIONS), help="one section; all by default")
     chosen = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        sections = (
-            (
-                f"Preparation, BPE of {chosen.vocabulary} ids, {CORES} cores\n\n"
-                "| files | library, MB/s | prepare, MB/s | of it | of it by CPU time |",
-                5,
-                preparation(root, chosen.megabytes, chosen.vocabulary),
-            ),
-            (
-                f"Reading, million tokens/s of CPU (wall) a process, rows of {LENGTH}\n\n"
-                f"| tokens a document | {' | '.join(PACKINGS)} |",
-                4,
-                reading(root),
-            ),
-            ("Start-up, seconds\n\n| source files | prepare | found prepared | open and read |", 4, start_up(root)),
-            ("Memory over the imports\n\n| one text file | peak | MB/s |", 3, memory(root, chosen.large)),
-        )
-        for title, columns, rows in sections:
-            print(f"\n## {title}\n|{'---|' * columns}", flush=True)
-            for row in rows:
+        for name in [chosen.only] if chosen.only else SECTIONS:
+            head, columns, rows = SECTIONS[name]
+            print(f"\n## {head.format(**vars(chosen))}\n|{'---|' * columns}", flush=True)
+            for row in rows(Path(folder), chosen):
                 print(row, flush=True)
 
 

@@ -82,7 +82,7 @@ def test_rows_are_documents(hub: list[dict[str, Any]], stream: bool) -> None:
 def test_it_is_prepared_like_any_source_and_anew_when_it_changes(
     hub: list[dict[str, Any]], tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config("hub:org/name", text_field="body", max_bad_documents=1)
+    config = make_config("hub:org/name", text_field="body", max_bad_documents=1, processes=1)
     lines: list[str] = []
     corpus = prepare(config, say=lines.append)
     assert lines[0].startswith("data: preparing org_name (from the hub) in ")

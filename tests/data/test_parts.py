@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import numpy as np
 import pytest
 
 import data.parts
+import data.processes
 from data.ahead import ahead
 from data.config import DataConfig, DataError
+from data.encoding import encode_batch
 from data.parts import build_part, cut_parts
 from data.prepare import Shard, prepare, prepare_shard
 from data.progress import Progress
 from data.sources import find_source
 from data.splitting import position
+from data.tokenizers import load_tokenizer
 from data.writing import write_index
 from tests.data.conftest import MakeConfig, numbered, write_jsonl
 from tests.data.test_prepare import documents_of, silent
@@ -101,7 +105,7 @@ def kill_in_the_third_part(config: DataConfig) -> None:
         done.append(arguments)
         return build_part(*arguments)
 
-    data.prepare.build_part = counted  # type: ignore[assignment]
+    data.processes.build_part = counted  # type: ignore[assignment]
     prepare(config, say=silent)
 
 
@@ -116,7 +120,7 @@ def test_killed_it_goes_on_with_the_files_that_are_left(many: DataConfig, monkey
         built.append(part.files[0].name)
         return build_part(source, part, *arguments)
 
-    monkeypatch.setattr(data.prepare, "build_part", counted)
+    monkeypatch.setattr(data.processes, "build_part", counted)
     lines: list[str] = []
     corpus = prepare(many, say=lines.append)
     assert built == ["2.jsonl", "3.jsonl", "4.jsonl"]
@@ -212,6 +216,8 @@ def test_a_part_that_somebody_else_made_meanwhile_is_taken(many: DataConfig, tmp
     assert many.path is not None
     source = find_source(many.path)
     part = cut_parts(source, tmp_path / "parts")[0]
-    first = build_part(source, part, many, lambda count: None)
-    assert build_part(source, part, many, lambda count: None) == first
+    tokenizer = load_tokenizer(many.tokenizer)
+    arguments = source, part, many, tokenizer, partial(map, partial(encode_batch, tokenizer)), lambda count: None
+    first = build_part(*arguments)
+    assert build_part(*arguments) == first
     assert [path.name for path in part.folder.parent.iterdir()] == ["part-00000"]

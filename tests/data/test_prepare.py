@@ -341,7 +341,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, make_config: MakeC
     path = write_jsonl(tmp_path / "a.jsonl", numbered(200, size=100_000))
     tracemalloc.start()
     try:
-        prepare(make_config(path), say=silent)
+        prepare(make_config(path, processes=1), say=silent)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data.splitting import Placed, Splitter, position
+from data.splitting import Encoded, Placed, Splitter, position
 from tests.data.conftest import numbered
+
+
+def encoded(text: str) -> Encoded:
+    content = text.encode()
+    return Encoded(np.frombuffer(content, np.uint8), len(content), position(content))
 
 
 def split(texts: list[str], share: float) -> dict[str, list[str]]:
     splitter = Splitter(share)
-    placed = [p for text in texts for p in splitter.add(text, np.frombuffer(text.encode(), np.uint8))]
+    placed = [p for text in texts for p in splitter.add(encoded(text))]
     kept_back = splitter.rest()
     if kept_back is not None:
         assert kept_back.position == position(kept_back.ids.tobytes())

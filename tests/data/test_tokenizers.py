@@ -17,7 +17,7 @@ def test_byte_tokenizer() -> None:
     tokenizer = load_tokenizer("byte")
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
     assert tokenizer.encode("aü\x00").tolist() == [97, 0xC3, 0xBC, 0]
-    assert [ids.tolist() for ids in tokenizer.encode_batch(["a", "", "b"])] == [[97], [], [98]]
+    assert tokenizer.encode("").tolist() == []
     assert tokenizer.decode([97, 0xC3, 0xBC, 256, 98]) == "aüb"
     assert tokenizer.decode([0xBC, 98]) == "\ufffdb"
     assert tokenizer.hash == tokenizer_hash("byte")
