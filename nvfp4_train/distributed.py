@@ -236,6 +236,15 @@ def gather_data_parallel(item: Any, world: World) -> list[Any]:
     return [item] if world.data_size == 1 else gather_over(parallel_state.get_data_parallel_group(), item)
 
 
+def each_replicas(values: torch.Tensor, world: World) -> torch.Tensor:
+    """`values` of every data-parallel rank in their order, [ranks, *shape], on the device."""
+    if world.data_size == 1:
+        return values[None]
+    found = values.new_empty(world.data_size, *values.shape)
+    dist.all_gather_into_tensor(found, values[None], group=parallel_state.get_data_parallel_group())
+    return found
+
+
 def gather_over(group: dist.ProcessGroup | None, item: Any) -> list[Any]:
     """`item` of every rank of a group, in its order, on each of them."""
     items: list[Any] = [None] * dist.get_world_size(group)

@@ -1,4 +1,5 @@
-"""AdamW on a GPU: one pass over all parameters, gradients and moments, which takes the gradients times a factor.
+"""AdamW on a GPU: one pass over all parameters, gradients and moments, which takes the gradients times a factor that
+lies in the GPU's memory: whoever launches it need not know the factor, nor whether there will be an update at all.
 
 PyTorch's fused AdamW can divide gradients by a scale, and writes them back then: 9.9 ms for the billion parameters of
 `1b` on an H200, where a pass for the factor and its kernel without a scale take 10.5. This one takes 7.0, as a copy of
@@ -34,15 +35,16 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One share of one tensor: row of `tensors` and number of the share, as `shares` says."""
+    times = tl.load(factor).to(tl.float32)
     row = tensors + tl.load(shares + 2 * tl.program_id(0)) * COLUMNS
     parameters, gradients = _floats(tl.load(row), ALIGNED), _floats(tl.load(row + 1), ALIGNED)
     means, squares = _floats(tl.load(row + 2), ALIGNED), _floats(tl.load(row + 3), ALIGNED)
-    size = tl.load(row + 4)
+    size = tl.where(times == times, tl.load(row + 4), 0)  # nothing of it where the factor is NaN
     if ALIGNED:
         size = tl.multiple_of(size, 4)
     at = tl.load(shares + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    gradient = tl.load(gradients + at, mask=inside) * factor
+    gradient = tl.load(gradients + at, mask=inside) * times
     mean, square = tl.load(means + at, mask=inside), tl.load(squares + at, mask=inside)
     parameter = tl.load(parameters + at, mask=inside) * decay
     mean += mean_weight * (gradient - mean)
@@ -83,26 +85,36 @@ class FusedAdamW(torch.optim.AdamW):
     """AdamW of FP32 parameters on one GPU, with the state of torch's.
 
     Attributes:
-        factor: the gradients count times this much.
+        factor: the gradients count times this much, FP64 [] on the GPU; where it is NaN, `step` changes nothing but
+            its counts, see `uncount`.
     """
 
-    factor: float = 1.0
+    factor: Tensor
+    _counts: list[Tensor] | None = None  # of the last step
     _made: dict[int, tuple[list[int], list[_Table]]] | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient; its moments and count must be there."""
         assert closure is None
+        self._counts = [
+            self.state[p]["step"] for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        if self._counts:
+            torch._foreach_add_(self._counts, 1)
         for number, group in enumerate(self.param_groups):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
                 self._update(number, group, parameters)
 
+    def uncount(self) -> None:
+        """The last step found a NaN as its factor: it does not count."""
+        if self._counts:
+            torch._foreach_sub_(self._counts, 1)
+
     def _update(self, number: int, group: dict[str, Any], parameters: list[Tensor]) -> None:
         states = [self.state[parameter] for parameter in parameters]
-        counts = [state["step"] for state in states]
-        torch._foreach_add_(counts, 1)
-        count, (beta1, beta2) = counts[0].item(), group["betas"]
+        count, (beta1, beta2) = states[0]["step"].item(), group["betas"]
         for table in self._tables_of(number, parameters, states):
             _adamw_kernel[(len(table.shares),)](
                 table.tensors,

@@ -1,5 +1,5 @@
-"""Gradients of a step: where they start, their global norm, what an update multiplies them by, and where the first bad
-number came from. Megatron's buffers hold the gradient of the loss summed over tokens; the update divides it.
+"""Gradients of a step: where they start, their global norm, and where the first bad number came from. Megatron's
+buffers hold the gradient of the loss summed over tokens; the update divides it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class GradientNorm:
     """The Euclidean norm of all gradients of the whole model.
 
     Summed in FP64, parameter by parameter in the order of the whole model: splitting a parameter over ranks moves the
-    sum by parts in 1e16, which `of_mean` hides. FP64 can't overflow: FP32's largest square is 1e77.
+    sum by parts in 1e16, which rounding to FP32 hides (`outcome.of_mean`). FP64 can't overflow: FP32's largest square
+    is 1e77.
 
     Args:
         chunks: what this rank holds of the model; its ranks agree on the order here.
@@ -74,27 +75,28 @@ class GradientNorm:
         self._model_ranks = parallel_state.get_model_parallel_group()
         stages = {number: names for held in gather_over(self._model_ranks, mine) for number, names in held}
         order = {name: place for place, name in enumerate(name for number in sorted(stages) for name in stages[number])}
-        self._length = len(order)
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         counted = [pair for chunk in chunks for pair in _counted(chunk).items()]
         here = [(order[name], p) for name, p in counted if first or getattr(p, "tensor_model_parallel", False)]
         self._device = counted[0][1].device
         self._mine = [p for _, p in here]
-        self._places = torch.tensor([place for place, _ in here], dtype=torch.int64, device=self._device)
+        held = {place: number for number, (place, _) in enumerate(here)}
+        sources = [held.get(place, len(held)) for place in range(len(order))]  # the last one is of none held here
+        self._sources = torch.tensor(sources, dtype=torch.int64, device=self._device)
 
-    def __call__(self) -> float:
-        """Of what the buffers hold, in FP64; inf or nan when one gradient is not finite."""
-        squares = torch.zeros(self._length, dtype=torch.float64, device=self._device)
+    def __call__(self) -> torch.Tensor:
+        """Of what the buffers hold, FP64 [] on the device; inf or nan when one gradient is not finite."""
+        norms = [torch.zeros((), dtype=torch.float64, device=self._device)]
         if self._mine:
-            norms = torch._foreach_norm([self._complete(p) for p in self._mine], dtype=torch.float64)
-            squares[self._places] = torch.stack(norms).square()
+            norms = [*torch._foreach_norm([self._complete(p) for p in self._mine], dtype=torch.float64), *norms]
+        squares = torch.stack(norms).square()[self._sources]
         groups = [self._model_ranks]
         if self._parts is not None:
             groups.append(parallel_state.get_data_parallel_group(with_context_parallel=True))
         for group in groups:
             if group.size() > 1:
                 dist.all_reduce(squares, group=group)
-        return float(squares.sum().sqrt().item())
+        return squares.sum().sqrt()
 
     def _complete(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         gradient = _gradient(parameter)
@@ -107,20 +109,6 @@ class GradientNorm:
 def _counted(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """By global name; a tied embedding counts once, on its first stage."""
     return {name: p for name, p in named_parameters([chunk]) if not getattr(p, "shared", False)}
-
-
-def of_mean(norm: float, tokens: int) -> float:
-    """The norm of the mean gradient over valid tokens, rounded to FP32: the same bits in every layout."""
-    return float(torch.tensor(norm / max(1, tokens), dtype=torch.float32))
-
-
-def update_factor(norm: float, limit: float, tokens: int) -> float:
-    """What an update multiplies the summed gradients by: their mean, shortened to `limit` where its `norm` is larger.
-
-    A limit of 0 clips nothing.
-    """
-    clip = limit / norm if 0 < limit < norm else 1.0
-    return clip / max(1, tokens)
 
 
 def first_bad_gradient(chunks: Chunks) -> str | None:

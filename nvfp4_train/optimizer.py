@@ -145,20 +145,35 @@ def on_gpu(chunks: Sequence[DistributedDataParallel]) -> bool:
     return bool(chunks[0].buffers[0].grad_data.is_cuda)
 
 
-def update(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], factor: float) -> None:
+def update(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], factor: torch.Tensor) -> None:
     """One step with the gradients in the buffers times `factor`. Megatron's `step` would take their norm once more.
 
-    On a GPU AdamW takes the factor in while it reads them; elsewhere a pass over them comes first.
+    On a GPU the step is launched whatever the factor will be, and AdamW takes it in while it reads the gradients;
+    elsewhere a pass over them comes first. Where the factor is NaN weights, moments and gradients stay as they are;
+    whoever has learned of that must call `take_back`.
+
+    Args:
+        factor: FP64 [] where the gradients are.
     """
+    if on_gpu(chunks):
+        for inner in inner_optimizers(optimizer):
+            inner.factor = factor  # type: ignore[attr-defined]
+    elif factor.isnan():
+        return
+    else:
+        for chunk in chunks:
+            chunk.scale_gradients(float(factor))
     with megatron_device():
-        if on_gpu(chunks):
-            for inner in inner_optimizers(optimizer):
-                inner.factor = factor  # type: ignore[attr-defined]
-        else:
-            for chunk in chunks:
-                chunk.scale_gradients(factor)
         optimizer.prepare_grads()
         optimizer.step_with_ready_grads()
+        optimizer.zero_grad()  # of what Megatron lent to the optimizer: passes add to it where it is still there
+
+
+def take_back(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> None:
+    """The last update's factor was NaN: on a GPU it was counted all the same."""
+    if on_gpu(chunks):
+        for inner in inner_optimizers(optimizer):
+            inner.uncount()  # type: ignore[attr-defined]
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from models.attention import positions_of_rank
 from models.megatron_cpu import megatron_device
 from nvfp4_train import phase
-from nvfp4_train.distributed import World, gather_data_parallel, sum_over_model
+from nvfp4_train.distributed import World, sum_over_model
+from nvfp4_train.outcome import LossSum
 from nvfp4_train.precision.runtime import PrecisionRuntime
 
 Batch = dict[str, torch.Tensor]
@@ -31,37 +32,6 @@ class RecordedPasses(Protocol):
 
     def make_room(self) -> None:
         """Before a step without it: free memory if the step would find too little."""
-
-
-class LossSum:
-    """The loss of a global batch, summed in the order of its micro-batches: the same bits in every layout.
-
-    Asking for it waits for the device; every rank must ask.
-
-    Args:
-        sums: of this rank's micro-batches, FP64 [micro-batches, (nats, valid tokens)].
-        world: where this process stands.
-    """
-
-    def __init__(self, sums: torch.Tensor, world: World) -> None:
-        self._sums, self._world = sums, world
-
-    @cached_property
-    def _total(self) -> tuple[float, int]:
-        by_rank = gather_data_parallel(self._sums.tolist(), self._world)
-        in_order = [pair for micro_batch in zip(*by_rank, strict=True) for pair in micro_batch]
-        return float(sum(nats for nats, _ in in_order)), int(sum(tokens for _, tokens in in_order))
-
-    @property
-    def tokens(self) -> int:
-        """How many are valid."""
-        return self._total[1]
-
-    @property
-    def mean(self) -> float:
-        """Nats a token, in FP64; 0 where no token is valid."""
-        nats, tokens = self._total
-        return nats / tokens if tokens else 0.0
 
 
 def run_micro_batches(

@@ -4,12 +4,13 @@ checkpoint. Everything is handed on as arguments; the order of this file is the 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from models.megatron_cpu import megatron_device
 from nvfp4_train import gradients, phase
@@ -33,10 +34,12 @@ from nvfp4_train.optimizer import (
     describe_groups,
     gather_parameters,
     set_learning_rate,
+    take_back,
     update,
     updated_here,
     wrap_data_parallel,
 )
+from nvfp4_train.outcome import Found, Outcome
 from nvfp4_train.passes import Batch, run_micro_batches
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.profiling import profiler
@@ -232,63 +235,69 @@ class Trainer:
         """One optimizer step, or a skipped one; returns what there is to say about it."""
         start = time.perf_counter()
         config, runtime, step = self.config, self.runtime, self.step + 1
-        phase.enter(f"data of step {step}")
-        batch = next(batches)
-        micro_batches = batch.micro_batches
         passes = self._passes_of(step)
         runtime.sample_health = config.logging.health_every > 0 and step % config.logging.health_every == 0
         runtime.begin_step(self.step, passes)
         with megatron_device():
             gradients.start_gradients(self.parallel_chunks)
-            self.optimizer.zero_grad()
+        phase.enter(f"data of step {step}")
+        batch = next(batches)  # late: the thread that reads now begins with the next one, and takes turns with this
         total = run_micro_batches(
-            self.parallel_chunks, micro_batches, runtime, self.world, training=True, graphs=self.graphs
+            self.parallel_chunks, batch.micro_batches, runtime, self.world, training=True, graphs=self.graphs
         )
         phase.enter(f"update of step {step}")
         if runtime.observing:
             runtime.check_observed(self.assignments, passes)
-        norm = self.gradient_norm()  # the step's one wait for the device
-        norm, loss, lr = gradients.of_mean(norm, total.tokens), total.mean, self.schedule.at(step)
-        skip = any_rank(not math.isfinite(loss) or not math.isfinite(norm), self.world)
-        runtime.end_step(skipped=skip)
-        if skip:
-            self._skip(step, loss, norm, micro_batches)
+        outcome, lr = Outcome(total, self.gradient_norm(), config.optimizer.clip, self.world), self.schedule.at(step)
+        self._update(outcome.factor, lr)
+        described = self._describe(batch, passes)  # the device is at work
+        found = outcome.wait()  # the step's one wait for it
+        runtime.end_step(found.skipped)
+        if found.skipped:
+            self._skip(found, batch.micro_batches)
         else:
-            self._update(gradients.update_factor(norm, config.optimizer.clip, total.tokens), lr)
+            self.skipped = 0
         self.step, self.samples = step, self.samples + config.data.global_batch
         self.tokens += self.throughput.tokens_per_step
         return {
             "step": step,
             "tokens": self.tokens,
-            "train/loss": loss,
+            "train/loss": found.loss,
             "optim/lr": lr,
-            "optim/grad_norm": norm,
+            "optim/grad_norm": found.norm,
             **self.throughput.metrics(time.perf_counter() - start, passes),
-            "memory/peak_gib": peak_memory_gib(),
-            "data/hash": self._hash(batch),
-            **{f"data/tokens/{name}": count for name, count in self.datasets.tokens_read(self.samples).items()},
-            **self._phase_marker(step, passes),
-            **self._recipe_marker(step),
+            **described,
             **(self._health() if runtime.sample_health else {}),
         }
 
-    def _update(self, factor: float, lr: float) -> None:
-        """Step with the gradients times `factor`, and tell the quantized weights that they are stale."""
+    def _update(self, factor: Tensor, lr: float) -> None:
+        """Step with the gradients times `factor`, if that is a number; quantized weights are stale then."""
         set_learning_rate(self.optimizer, lr)
         update(self.optimizer, self.parallel_chunks, factor)
         self.runtime.weights_changed()
-        self.skipped = 0
 
-    def _skip(self, step: int, loss: float, norm: float, micro_batches: list[Batch]) -> None:
-        """Leave weights, moments and histories as they are, and say where the first bad number came from.
+    def _describe(self, batch: StepBatch, passes: Passes) -> Metrics:
+        """What there is to say about the step under way besides its numbers."""
+        step, samples = self.step + 1, self.samples + self.config.data.global_batch
+        return {
+            "memory/peak_gib": peak_memory_gib(),
+            "data/hash": self._hash(batch),
+            **{f"data/tokens/{name}": count for name, count in self.datasets.tokens_read(samples).items()},
+            **self._phase_marker(step, passes),
+            **self._recipe_marker(step),
+        }
+
+    def _skip(self, found: Found, micro_batches: list[Batch]) -> None:
+        """The update left weights and moments as they are; say where the first bad number came from.
 
         The step counts: its data is consumed and the learning rate moves on, so runs stay comparable at equal tokens.
         """
+        take_back(self.optimizer, self.parallel_chunks)
         self.skipped += 1
-        source = first_bad(self.parallel_chunks, micro_batches, self.runtime, self.world, self.step, loss)
+        source = first_bad(self.parallel_chunks, micro_batches, self.runtime, self.world, self.step, found.loss)
         self.console.warn(
-            f"step {step} skipped ({self.skipped} of {self.config.optimizer.max_skipped} in a row): loss {loss:g}, "
-            f"gradient norm {norm:g}; first bad {source}"
+            f"step {self.step + 1} skipped ({self.skipped} of {self.config.optimizer.max_skipped} in a row): "
+            f"loss {found.loss:g}, gradient norm {found.norm:g}; first bad {source}"
         )
 
     def _passes_of(self, step: int) -> Passes:
@@ -321,9 +330,9 @@ class Trainer:
         )
 
     def _hash(self, batch: StepBatch) -> str:
-        """Hash of the global batch. Ranks that share a replica must have read the same: checked at the first step."""
+        """Hash of the step's global batch. Ranks of a replica must have read the same: checked at the first step."""
         found = batch.hash(self.world)
-        if self.step == self.folder.step + 1:
+        if self.step == self.folder.step:
             check_same({"data/hash": found}, self.world)
         return found
 

@@ -3,8 +3,8 @@
     runtime.begin_step(step, passes)
     for each micro-batch, in whatever order a pipeline runs them:
         runtime.begin_microbatch(global index); forward pass; backward pass
-    runtime.end_step()
     optimizer step; runtime.weights_changed()
+    runtime.end_step(skipped)
 
 A forward pass takes down its place in the run (`Call`) and its backward pass uses it, however many other
 micro-batches began in between. Activation recompute runs a forward pass again, later, when another micro-batch may be

@@ -16,10 +16,11 @@ with quiet():
     from models.megatron_cpu import megatron_device
     from nvfp4_train.config import RunConfig
     from nvfp4_train.distributed import World
-    from nvfp4_train.gradients import GradientNorm, of_mean, start_gradients, update_factor
+    from nvfp4_train.gradients import GradientNorm, start_gradients
     from nvfp4_train.graphs import MicroBatchGraphs
     from nvfp4_train.layout import choose_graphs
     from nvfp4_train.optimizer import build_optimizer, set_learning_rate, update, wrap_data_parallel
+    from nvfp4_train.outcome import Outcome
     from nvfp4_train.passes import Batch, run_micro_batches
     from nvfp4_train.precision.phases import Passes
     from nvfp4_train.setup import build_quantized_model, compute_capability
@@ -60,16 +61,16 @@ class TrainingStep:
         self.runtime.begin_step(self.step, passes)
         with megatron_device():
             start_gradients(self.chunks)
-            self.optimizer.zero_grad()
         total = run_micro_batches(
             self.chunks, self.batches, self.runtime, self.world, training=True, graphs=self.graphs
         )
-        norm = of_mean(self.gradient_norm(), total.tokens)
-        self.loss = total.mean
-        self.runtime.end_step()
+        outcome = Outcome(total, self.gradient_norm(), self.config.optimizer.clip, self.world)
         set_learning_rate(self.optimizer, self.config.optimizer.lr)
-        update(self.optimizer, self.chunks, update_factor(norm, self.config.optimizer.clip, total.tokens))
+        update(self.optimizer, self.chunks, outcome.factor)
         self.runtime.weights_changed()
+        self.loss, _, skipped = outcome.wait()
+        assert not skipped
+        self.runtime.end_step()
         if sample_health:
             assert self.runtime.health.metrics()
         self.step += 1

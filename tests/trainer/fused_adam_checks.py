@@ -16,7 +16,9 @@ SHAPES = ((130,), (8, 10), (2,), (66,), (4200,))
 
 
 def check_updates(device: str) -> None:
-    """Four updates by gradients times a factor: tensors at any address, more than one share, two groups."""
+    """Four updates by gradients times a factor: tensors at any address, more than one share, two groups. Before each,
+    one whose factor is NaN changes no bit.
+    """
     generator = torch.Generator().manual_seed(0)
     mine = [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
     theirs = [parameter.clone() for parameter in mine]
@@ -29,7 +31,7 @@ def check_updates(device: str) -> None:
     for parameter in mine:
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         fused.state[parameter].update(step=torch.tensor(0.0), **moments)
-    fused.factor = 0.37
+    factor, nan = (torch.tensor(value, dtype=torch.float64, device=device) for value in (0.37, float("nan")))
     for step in range(4):
         buffer = torch.randn(count + 2, generator=generator).to(device)  # elsewhere each time
         pieces = buffer[2:].split([parameter.numel() for parameter in mine])
@@ -38,6 +40,14 @@ def check_updates(device: str) -> None:
             other.grad = own.grad * 0.37
         mine[3].grad = None if step == 2 else mine[3].grad
         theirs[3].grad = None if step == 2 else theirs[3].grad
+        held = [*mine, *(moment for state in fused.state.values() for moment in state.values())]
+        before = [tensor.clone() for tensor in held]
+        fused.factor = nan
+        fused.step()
+        assert fused.state[mine[0]]["step"] == step + 1  # launched before anyone knew
+        fused.uncount()
+        assert all(map(torch.equal, held, before))
+        fused.factor = factor
         fused.step()
         plain.step()
         if step == 2:  # one that had no gradient counts along: all share one count

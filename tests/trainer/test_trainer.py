@@ -21,6 +21,7 @@ from nvfp4_train.config import ConfigError, RunConfig
 from nvfp4_train.distributed import World, check_same
 from nvfp4_train.exits import ExitCode, guarded
 from nvfp4_train.metrics import Metrics, read_metrics
+from nvfp4_train.optimizer import inner_optimizers
 from nvfp4_train.precision.config import PrecisionError
 from nvfp4_train.precision.three_gemms import ThreeGemms
 from nvfp4_train.setup import open_datasets
@@ -44,6 +45,28 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], name: str, value: f
         return loss
 
     monkeypatch.setattr(trainer, "run_micro_batches", poisoned)
+
+
+def unchanged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
+    """A list to which each step to come adds whether it left all weights, all moments and counts, and all histories of
+    delayed scaling as they were.
+    """
+    found, real = [], trainer.Trainer._train_step
+
+    def held(run: trainer.Trainer) -> tuple[list[torch.Tensor], ...]:
+        states = (state for inner in inner_optimizers(run.optimizer) for state in inner.state.values())
+        moments = [value for state in states for value in state.values()]
+        return [*run.chunks[0].parameters()], moments, [*run.runtime.state_dict().values()]
+
+    def watched(self: trainer.Trainer, batches: Any) -> Metrics:
+        before = [[tensor.detach().clone() for tensor in kind] for kind in held(self)]
+        metrics = real(self, batches)
+        weights, moments, histories = (all(map(torch.equal, *kinds)) for kinds in zip(before, held(self), strict=True))
+        found.append((weights, moments, histories))
+        return metrics
+
+    monkeypatch.setattr(trainer.Trainer, "_train_step", watched)
+    return found
 
 
 def test_names_and_values_of_a_line(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,24 +120,12 @@ def test_a_bad_gradient_skips_the_step_and_nothing_else(
     precision: str, make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     poison(monkeypatch, {2}, "decoder.layers.1.mlp.linear_fc1.weight")
-    seen: list[Any] = []
-    real = trainer.Trainer._train_step
-
-    def watched(self: Any, batches: Any) -> Metrics:
-        moments = [value.clone() for state in self.optimizer.optimizer.state.values() for value in state.values()]
-        before = [p.detach().clone() for p in self.chunks[0].parameters()], moments, self.runtime.state_dict()
-        metrics = real(self, batches)
-        moments = [value.clone() for state in self.optimizer.optimizer.state.values() for value in state.values()]
-        after = [p.detach().clone() for p in self.chunks[0].parameters()], moments, self.runtime.state_dict()
-        same = [all(map(torch.equal, one, other)) for one, other in zip(before[:2], after[:2], strict=True)]
-        seen.append([*same, all(torch.equal(before[2][name], after[2][name]) for name in before[2])])
-        return metrics
-
-    monkeypatch.setattr(trainer.Trainer, "_train_step", watched)
+    seen = unchanged(monkeypatch)
     config = make(precision, "checkpoint.every=1", "checkpoint.keep=0")
     assert train(config) == ExitCode.DONE
     has_histories = precision == "fp8_delayed"
-    assert seen == [[False, False, not has_histories], [True, True, True]] + [[False, False, not has_histories]] * 2
+    trained = (False, False, not has_histories)
+    assert seen == [trained, (True, True, True), trained, trained]
     second = lines(config)[1]
     assert second["optim/grad_norm"] is None
     assert second["train/loss"] > 0
