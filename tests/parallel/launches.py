@@ -16,13 +16,16 @@ Ranks = list[dict[str, Any]]
 Jobs = Mapping[str, Sequence[str]]
 
 
-def launch(folder: Path, jobs: Mapping[int, Jobs], worker: str = "tests.parallel.worker") -> dict[str, Ranks]:
+def launch(
+    folder: Path, jobs: Mapping[int, Jobs], worker: str = "tests.parallel.worker", timeout: float = 900
+) -> dict[str, Ranks]:
     """What every rank found in each job, by job.
 
     Args:
         jobs: number of processes -> name -> overrides; the numbers one after the other, all from one start, so that
             libraries are imported once.
         worker: module that does them, see `worker.main`.
+        timeout: seconds for all of them.
     """
     folder.mkdir(parents=True)
     (folder / "jobs.json").write_text(json.dumps({size: dict(named) for size, named in jobs.items()}))
@@ -33,7 +36,7 @@ def launch(folder: Path, jobs: Mapping[int, Jobs], worker: str = "tests.parallel
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=timeout,
         check=False,
     )
     logs = "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(folder.glob("log*")))

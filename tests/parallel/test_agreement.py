@@ -1,9 +1,10 @@
 """Every layout trains the same model: data, tensor, sequence, pipeline and context parallelism against one process.
 
 Where no sum is split the numbers are equal bit for bit: pipelines move activations as they are, and two replicas with
-a micro-batch each add the same two gradients. Tensor and context parallelism split sums: partial products, and the
-gradients of keys and values, are rounded to BF16 before ranks add them. Rounding of operands to few bits carries such a
-difference on now and then, hence the wider bounds there.
+a micro-batch each add the same two gradients. Tensor and context parallelism split sums, so that here and there a BF16
+number becomes its neighbour. Rounding of operands to few bits carries such a difference on, from whatever it came: one
+process in which one number of one activation is its neighbour, once, moves as far (`tests.benchmarks.agreement`). Hence
+the wider bounds there.
 """
 
 from __future__ import annotations
