@@ -12,8 +12,8 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -106,7 +106,8 @@ def _where(nodes: int, rank: int | None, head: str | None) -> tuple[int, str, in
 
 def launch(options: Options) -> int:
     """Runs this node's part to the end of the run; returns the exit code of the run."""
-    import torch
+    with _silent_libraries():
+        import torch
     from torch.distributed import DistError
 
     from launch.agent import NodeAgent
@@ -136,6 +137,21 @@ def launch(options: Options) -> int:
     finally:
         with suppress(DistError):
             calls.shutdown()
+
+
+@contextmanager
+def _silent_libraries() -> Iterator[None]:
+    """What torch's libraries log of a lost connection is a C++ stack. They read their level when they are loaded; the
+    processes that are started choose their own.
+    """
+    name = "TORCH_CPP_LOG_LEVEL"
+    given = os.environ.get(name)
+    os.environ.setdefault(name, "FATAL")
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[name]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

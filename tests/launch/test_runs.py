@@ -85,3 +85,13 @@ def test_slurm_signals_saves_requeues_and_resumes(
     assert f"continues from step {step}" in said[second:]
     assert_equal_to(whole, run, [("fresh", 0), ("resume", step)])
     assert [path.name for path in tmp_path.iterdir() if (path / "metrics.jsonl").exists()] == ["run"]
+
+
+def test_a_node_without_node_0_says_so_in_a_few_lines(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    where = ["--nodes", "2", "--node-rank", "1", "--head", f"localhost:{free_port()}", "--wait", "0.1"]
+    assert start(launcher(*where, "--", "steps=1"), output).wait(300) == ExitCode.MISTAKE
+    lines = output.read_text().splitlines()
+    assert lines[-1].startswith("error: node 0 did not answer at localhost:")
+    assert not any("frame #" in line for line in lines)
+    assert len(lines) < 5
