@@ -74,7 +74,10 @@ class MicroBatchGraphs:
         return sums
 
     def make_room(self) -> None:
-        """Before a step without graphs: forget them if the GPU has no room for its activations beside theirs."""
+        """Before passes without graphs: forget them if the GPU has no room for a step's activations beside theirs.
+
+        So nothing needs more memory with graphs than without: an evaluation takes less than a step.
+        """
         free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
         unused = max(0, reserved - torch.cuda.memory_allocated() - self._pool_bytes)
         if free + unused < self._pool_bytes:

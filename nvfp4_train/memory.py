@@ -25,7 +25,9 @@ and attention products alone.
 
 Working memory: the largest that one linear's backward pass needs beside all this: its output's gradient, that as both
 GEMMs take it where it is quantized, its input's gradient and the FP32 stand-in of its weight gradient; on a CPU, FP32
-forms of the output and its gradient. Adam's own temporaries, 4 bytes a parameter on a CPU and none on a GPU, come when
+forms of the output and its gradient. Recorded CUDA graphs keep activations and working memory between steps; what runs
+without them (an evaluation, a step whose health is sampled) needs no more, and where both have no room the graphs are
+dropped first. Adam's own temporaries, 4 bytes a parameter on a CPU and none on a GPU, come when
 the activations are gone.
 """
 

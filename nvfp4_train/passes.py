@@ -31,7 +31,7 @@ class RecordedPasses(Protocol):
         """All micro-batches of this rank, forward and backward; of each the sum of nats and of tokens, FP64 [2]."""
 
     def make_room(self) -> None:
-        """Before a step without it: free memory if the step would find too little."""
+        """Before passes without it: free memory if they would find too little."""
 
 
 def run_micro_batches(

@@ -294,6 +294,8 @@ class Trainer:
         """
         take_back(self.optimizer, self.parallel_chunks)
         self.skipped += 1
+        if self.graphs is not None:
+            self.graphs.make_room()
         source = first_bad(self.parallel_chunks, micro_batches, self.runtime, self.world, self.step, found.loss)
         self.console.warn(
             f"step {self.step + 1} skipped ({self.skipped} of {self.config.optimizer.max_skipped} in a row): "
@@ -338,6 +340,8 @@ class Trainer:
 
     def _evaluate(self) -> Metrics:
         phase.enter(f"evaluation after step {self.step}")
+        if self.graphs is not None:  # its passes run without
+            self.graphs.make_room()
         start = time.perf_counter()
         score = partial(
             validation_metrics, self.parallel_chunks, self.datasets, self.config.data, self.runtime, self.world
