@@ -9,7 +9,8 @@ help:
 	@echo "make quickstart  train the same small hybrid in FP8 and in NVFP4 on this machine and compare the two"
 	@echo "make recipes     train it in every recipe and write the table of gaps and step times (about an hour on two cores)"
 	@echo "make study       train the next runs of the study at nano size on this machine's GPUs, for MINUTES=9, and write its page"
-	@echo "make bench       quantizers, linears and whole training steps on this GPU, as tables of ratios"
+	@echo "make bench       quantizers, linears, a block of each letter at 12B size and whole training steps with their"
+	@echo "                 three largest costs on this GPU, as tables of ratios"
 	@echo "make test        formatting, types and all CPU tests"
 	@echo "make faults      50 runs, killed and stopped at random moments, end bit for bit as one that was not (about 15 minutes)"
 	@echo "make check       formatting and types alone"
@@ -30,6 +31,7 @@ study: env
 
 bench: env
 	@$(PYTHON) -m tests.benchmarks.gpu_linear
+	@$(PYTHON) -m tests.benchmarks.gpu_blocks
 	@$(PYTHON) -m tests.benchmarks.gpu_step
 
 faults: env

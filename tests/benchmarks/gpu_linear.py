@@ -50,6 +50,15 @@ QUANTIZERS: tuple[tuple[str, Specs, int], ...] = (
     ("mxfp8, both layouts", (MX8, MX8), 6),
     ("fp8_block, both layouts (FP32 values)", (FP8, FP8), 10),
 )
+# One operand, contracted over `axis`, with a read of x for the amax.
+EDEN = QuantSpec("nvfp4", rotation=128, signs="fresh", correction="eden")
+OPERANDS_ALONE = (
+    ("Quartet II, along features", EDEN, 1, False),
+    ("Quartet II, along tokens", EDEN, 0, False),
+    ("Quartet II, along tokens, decoded", EDEN, 0, True),
+    ("nvfp4 rotated by 128, along tokens", QuantSpec("nvfp4", rotation=128), 0, False),
+    ("nvfp4 by rows, four over six (mse)", QuantSpec("nvfp4", scaling="row", four_over_six="mse"), 1, False),
+)
 # One copy for both contractions: of activations in BF16, and of weights in FP32.
 TENSORS = (("fp8_current", QuantSpec("fp8_current"), 6), ("fp8_delayed", QuantSpec("fp8_delayed"), 6))
 WEIGHTS = (
@@ -82,6 +91,10 @@ def quantizers(rate: float) -> None:
         for name, specs, size in QUANTIZERS:
             run = partial(launch.quantize_rows_and_columns, x, *specs, *keys)
             _row(f"{name}, {rows} x {columns}", run, size * x.numel(), rate)
+        for name, spec, axis, decoded in OPERANDS_ALONE:
+            decode = keys[0].float() if decoded else None
+            run = partial(launch.quantize_operand, x, spec, axis, keys[0], sign_key=keys[1], decode=decode)
+            _row(f"{name}, {rows} x {columns}", run, 6 * x.numel(), rate)
         for name, spec, size in TENSORS:
             run = partial(launch.quantize_operand, x, spec, 1, 0)
             _row(f"{name}, {rows} x {columns}", run, size * x.numel(), rate)

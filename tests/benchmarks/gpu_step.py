@@ -36,6 +36,7 @@ with quiet():
 
 MEGATRON = "megatron"  # in a case's name: not our step, but Megatron-Core's
 WARM_UP, STEPS = 4, 8
+FEW, MANY = 3, 40  # kernels listed of each case, the longest first
 WHOLE_1B = ("experiment=1b", "data.global_batch=4")
 BLOCKS_12B = (
     "experiment=1b",
@@ -117,9 +118,8 @@ def measure(build: Callable[[], Callable[[], None]], config: RunConfig, show_pro
     torch.cuda.synchronize()
     steady = (time.perf_counter() - start) / STEPS
     kernels, busy = profiled(step)
-    if show_profile:
-        for name, (microseconds, count) in kernels[:40]:
-            print(f"    {microseconds / 1e3:8.2f} ms {count:5d}  {name[:110]}")
+    for name, (microseconds, count) in kernels[: MANY if show_profile else FEW]:
+        print(f"    {microseconds / 1e3:8.2f} ms {count:5d}  {name[:110]}")
     assignments = assign(config.precision, linear_shapes(config.model))
     native = choose_backend(config, torch.cuda.get_device_capability()).name == "native"
     tokens = config.data.micro_batch * config.data.sequence_length
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"by default all of: {', '.join(CASES)}")
-    parser.add_argument("--profile", action="store_true", help="list the longest kernels of each case")
+    parser.add_argument("--profile", action="store_true", help=f"list {MANY} kernels of each case, not {FEW}")
     parser.add_argument("--deterministic", action="store_true", help="only kernels that add in one fixed order")
     chosen = parser.parse_args(arguments)
     columns = (
