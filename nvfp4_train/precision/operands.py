@@ -45,16 +45,22 @@ def quantize_operand(
     shard: Shard = WHOLE,
     native: bool = False,
     seen: Tensor | None = None,
+    decode: Tensor | None = None,
 ) -> Values:
     """`quantize_values`; the kernels are passed by where `block_scales` are wanted, which they do not hand out.
 
-    A native operand has no `amax`; with a delayed scale it is entered into `seen`, see `fp8_launch.quantize_codes`.
+    With `decode`, FP32 0-d, x are values of which FP32 x * decode is quantized. A native operand has no `amax`; with a
+    delayed scale it is entered into `seen`, see `fp8_launch.quantize_codes`.
     """
     if native:
         rows, columns = (spec, None) if axis == 1 else (None, spec)
         return _values(_fp8_launch().quantize_codes(x.contiguous(), rows, columns, amax, seen, shard)[1 - axis], axis)
-    if not block_scales and (amax is None or spec.format == "fp8_delayed") and has_kernel(x, spec, axis, shard):
-        return Values(*_launch().quantize_operand(x.contiguous(), spec, axis, key, shard, amax))
+    wanted = not block_scales and (amax is None or spec.format == "fp8_delayed")
+    kernel = wanted and has_kernel(x, spec, axis, shard)
+    if decode is not None and not (kernel and _launch().decodes(spec)):
+        x, decode = x.float() * decode, None
+    if kernel:
+        return Values(*_launch().quantize_operand(x.contiguous(), spec, axis, key, shard, amax, sign_key, decode))
     return quantize_values(x, spec, key=key, axis=axis, amax=amax, sign_key=sign_key, shard=shard)
 
 
@@ -87,11 +93,12 @@ def without_kernel(assignments: Iterable[LinearPrecision], tokens: int) -> list[
                     continue
                 # Of a weight with one copy for both GEMMs, the forward pass makes it.
                 shared = layout_independent(spec) and spec == assignment.operands["fprop"].get(kind)
-                ragged = kind != "weight" and tokens % launch.multiple(spec)
-                if not launch.known(spec, 1 if shared else AXES[gemm_name, kind]):
+                axis = 1 if shared else AXES[gemm_name, kind]
+                multiple = launch.multiples(spec, axis)[0]
+                if not launch.known(spec, axis):
                     what = f"this {spec.format}"
-                elif ragged:
-                    what = f"{spec.format}, {tokens} tokens a micro-batch being no multiple of {launch.multiple(spec)}"
+                elif kind != "weight" and tokens % multiple:
+                    what = f"{spec.format}, {tokens} tokens a micro-batch being no multiple of {multiple}"
                 else:
                     continue
                 found.setdefault(what, {})[f"{gemm_name} {kind}"] = None

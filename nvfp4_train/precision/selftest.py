@@ -147,15 +147,18 @@ def _compare_kernels(precision: LinearPrecision, device: torch.device, name: str
     x[96:128] *= 1e-7
     for (gemm, kind), axis in AXES.items():
         spec, source = precision.operands[gemm][kind], x if kind == "weight" else x.bfloat16()
-        on_device = source.to(device)
+        on_device, decode = source.to(device), None
+        if spec.source == "decoded":  # x as what the forward pass multiplied, apart from its tensor scale
+            on_device, decode = x.bfloat16().to(device), torch.tensor(0.37, device=device)
+            source = x.bfloat16().float() * 0.37
         if not has_kernel(on_device, spec, axis) or (native and spec.format in FP8_FORMATS):
             continue
         amax = torch.tensor(3.0) if spec.format == "fp8_delayed" else None
         found = quantize_operand(
-            on_device, spec, key=_KEY, axis=axis, amax=amax if amax is None else amax.to(device), sign_key=None,
-            block_scales=False,
+            on_device, spec, key=_KEY, axis=axis, amax=amax if amax is None else amax.to(device), sign_key=_KEY + 2,
+            block_scales=False, decode=decode,
         )  # fmt: skip
-        expected = quantize_values(source, spec, key=_KEY, axis=axis, amax=amax)
+        expected = quantize_values(source, spec, key=_KEY, axis=axis, amax=amax, sign_key=_KEY + 2)
         _same_bits(found, expected, f"{gemm} {kind}", spec, name)
         if kind == "weight" or axis == 0:
             continue

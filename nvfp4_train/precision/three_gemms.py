@@ -56,6 +56,12 @@ class Factor(NamedTuple):
             return wide
         return wide * (self.scale[:, None] if self.scale.dim() == 1 else self.scale)
 
+    def to_decode(self) -> tuple[Tensor, Tensor | None]:
+        """The same numbers as FP32 x * scale, 0-d, for a kernel that multiplies as it reads; or decoded, and None."""
+        if self.scale is None or self.scale.dim() == 1:
+            return self.decoded(), None
+        return self.values, self.scale
+
 
 def is_random(spec: QuantSpec) -> bool:
     """Whether the values depend on the micro-batch's random bits."""
@@ -185,9 +191,12 @@ class ThreeGemms:
         features: Axis | None = self._weight_shard.columns if kind == "input" else self._weight_shard.rows
         return Shard(self.runtime.token_axis(rows), features)
 
-    def _quantize(self, x: Tensor, gemm_name: str, kind: str, axis: int, call: Call) -> Factor:
-        """`x` as the factor of a GEMM that contracts it over `axis`."""
+    def _quantize(self, source: Tensor | Factor, gemm_name: str, kind: str, axis: int, call: Call) -> Factor:
+        """A tensor, or what a factor decodes to, as the factor of a GEMM that contracts it over `axis`."""
         operand = self._operand(gemm_name, kind, call)
+        x, decode = (source, None) if isinstance(source, Tensor) else source.to_decode()
+        if decode is not None and (call.sampled or operand.format == "bf16"):
+            x, decode = x.float() * decode, None
         if operand.format == "bf16":
             rounded = x.bfloat16()
             return Factor(rounded.float() if x.is_cpu else rounded, None, "bf16")
@@ -209,6 +218,7 @@ class ThreeGemms:
             shard=shard,
             native=native,
             seen=entry,
+            decode=decode,
         )
         if amax is not None and not native:
             assert values.amax is not None
@@ -267,9 +277,9 @@ class ThreeGemms:
             return self._weight_layouts(weight, operand, call)[1 - axis]
 
         def make() -> Factor:
-            source = weight.detach()
+            source: Tensor | Factor = weight.detach()
             if operand.source == "decoded" and self._operand("fprop", "weight", call).format != "bf16":
-                source = self._weight(weight, "fprop", 1, call).decoded()
+                source = self._weight(weight, "fprop", 1, call)
             return self._quantize(source, gemm_name, "weight", axis, call)
 
         if is_random(operand) or not self.runtime.cache_weights:
@@ -292,7 +302,7 @@ class ThreeGemms:
         if kept.format == "bf16":
             return self._quantize(kept.values, "wgrad", "input", 0, call)
         if self._operand("wgrad", "input", call).source == "decoded":
-            return self._quantize(kept.decoded(), "wgrad", "input", 0, call)
+            return self._quantize(kept, "wgrad", "input", 0, call)
         return kept
 
     def _key(self, operand: str, call: Call) -> Key:

@@ -69,7 +69,7 @@ def test_a_kernel_with_one_wrong_number(monkeypatch: pytest.MonkeyPatch, operand
     calls: list[str] = []
     names = [" ".join(pair) for pair in operands.AXES]
 
-    def broken(x: Tensor, spec: Any, *, block_scales: bool, **kwargs: Any) -> Values:
+    def broken(x: Tensor, spec: Any, *, block_scales: bool, decode: Tensor | None, **kwargs: Any) -> Values:
         found = quantize_values(x, spec, **kwargs)
         calls.append(names[len(calls)])
         if calls[-1] == operand:

@@ -287,8 +287,12 @@ def element_words(key, counter):
     """Four words of Philox-4x32-10 for the 16 elements that share each int64 counter, first elements first."""
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     c2, c3 = wide_product(counter.to(tl.uint32), 0xD2511F53)  # words 2 and 3 of the counter are zero
-    c0, c1 = (counter >> 32).to(tl.uint32) ^ k0, c3 * 0
-    c2 = c2 ^ k1
+    return philox_rounds(k0, k1, (counter >> 32).to(tl.uint32) ^ k0, c3 * 0, c2 ^ k1, c3)
+
+
+@triton.jit
+def philox_rounds(k0, k1, c0, c1, c2, c3):
+    """What the last nine rounds of Philox-4x32-10 make of these words."""
     for _ in tl.static_range(9):
         k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
         high0, low0 = wide_product(c0, 0xD2511F53)

@@ -57,6 +57,18 @@ def test_a_part_of_a_matrix() -> None:
         assert not checks.differences(checks.matrix(rows, columns, 7, torch.bfloat16), "cuda", shard=shard)
 
 
+def test_rotated_groups_corrected_scales_and_row_scaling() -> None:
+    from tests.precision.kernels import group_checks
+
+    shapes = [(128, 128), (256, 384), (384, 1040), (1040, 256), (2048, 1536)]
+    cases = [(f"{shape}", group_checks.matrix(*shape, n, torch.bfloat16)) for n, shape in enumerate(shapes)]
+    cases += [(f"{shape} FP32", group_checks.matrix(*shape, n, torch.float32)) for n, shape in enumerate(shapes[:4])]
+    failed = [
+        f"{n}: {found}" for n, x in (*cases, *group_checks.inputs()) for found in group_checks.differences(x, "cuda")
+    ]
+    assert not failed + group_checks.parts("cuda")
+
+
 SPECS = ["nvfp4", "nvfp4_four_over_six", "mxfp4", "mxfp8", "fp8_block", "fp8_current", "quartet2", "nemotron3_super"]
 
 
