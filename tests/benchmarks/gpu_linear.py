@@ -1,4 +1,6 @@
-"""Cost of emulated NVFP4 on a GPU, as tables of ratios. Run: python -m tests.benchmarks.gpu_linear [--quick]
+"""Cost of emulated NVFP4 on a GPU, as tables of ratios.
+
+Run: python -m tests.benchmarks.gpu_linear [--quick] [--quantizers]
 
 Quantizers: the bytes that they must move, over their time, over the rate of a device copy. Linears: forward and
 backward of one linear with weight gradients added to an FP32 buffer, NVFP4 emulated over BF16, both through the same
@@ -75,6 +77,15 @@ def milliseconds(run: Callable[[], object], repeat: int) -> float:
     return float(do_bench(run, warmup=repeat // 4, rep=repeat, return_mode="median"))
 
 
+def graphed(run: Callable[[], object]) -> Callable[[], object]:
+    """The launches of `run` as one, a CUDA graph: a small kernel's time without its launch's on the CPU."""
+    run()  # compiled
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def copy_rate() -> float:
     """Bytes a millisecond, read and written, of a copy of 2 GiB."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
@@ -105,7 +116,7 @@ def quantizers(rate: float) -> None:
 
 
 def _row(name: str, run: Callable[[], object], size: int, rate: float) -> None:
-    ms = milliseconds(run, 40)
+    ms = milliseconds(graphed(run), 40)
     print(f"{name:<52} {1e3 * ms:>7.0f} {size / rate / ms:>19.0%}", flush=True)
 
 
@@ -170,11 +181,15 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the repetitions")
-    quick = parser.parse_args().quick
+    parser.add_argument("--quantizers", action="store_true", help="the quantizers alone")
+    arguments = parser.parse_args()
+    quick = arguments.quick
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, ", end="")
     print(f"Python {platform.python_version()}; a copy moves {rate / 1e6:.0f} GB/s")
     quantizers(rate)
+    if arguments.quantizers:
+        return
     linears(100 if quick else 400)
     fp8_linears(60 if quick else 200)
 

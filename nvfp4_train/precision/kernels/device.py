@@ -162,52 +162,36 @@ def with_sign(magnitude, x):
 
 
 @triton.jit
-def e2m1_stochastic(magnitude, dither):
-    """Neighbour of y >= 0 among the same numbers: floor(y / d + (r + .5) / 256) * d, for `dither` (r + .5) / 512.
-
-    The sum is formed d times as large, which changes no bit; a sum with 2^23 d, rounded down, has no bits below d.
-    """
-    double = leading_power(magnitude, 1)
-    raised = tl.fma(dither, double, magnitude)
+def signed_product(magnitude, x, scale, LIMIT: tl.constexpr):
+    """min(y, LIMIT) with x's sign, times `scale`, rounded to BF16; y (FP32) and `scale` are exact in BF16."""
     if INTERPRETED:
-        return tl.floor(raised / (double * 0.5)) * (double * 0.5)
-    else:
-        whole = tl.inline_asm_elementwise(
-            "fma.rm.f32 $0, $1, 0f4A800000, $2;", "=f,f,f", [double, raised], dtype=tl.float32, is_pure=True, pack=1
-        )
-        return tl.fma(double, -4194304.0, whole)
-
-
-@triton.jit
-def e2m1_values(x, encode, scale, limit, dither, STOCHASTIC: tl.constexpr):
-    """E2M1 value of x * encode, clamped to [-6, 6], times `scale` (BF16): exact, in BF16. `limit` is 6 * scale.
-
-    Clamping after rounding is clamping before it, 6 being a number of the grid.
-    """
-    magnitude = scaled_magnitude(x, encode)
-    if STOCHASTIC:
-        rounded = e2m1_stochastic(magnitude, dither)
-    else:
-        rounded = element_nearest(magnitude, 1)
-    if INTERPRETED:
-        values = tl.minimum(rounded * to_float32(scale), to_float32(limit))
-        return to_bfloat16(tl.where(to_float32(x) < 0, -values, values))
+        product = tl.minimum(magnitude, LIMIT) * to_float32(scale)
+        return to_bfloat16(tl.where(to_float32(x) < 0, -product, product))
     else:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 pair, zero;
+            .reg .b32 pair, factor, zero;
             mov.b32 zero, 0x80008000;
             cvt.rn.bf16x2.f32 pair, $2, $1;
-            fma.rn.bf16x2 pair, pair, $3, zero;
-            min.bf16x2 pair, pair, $4;
-            lop3.b32 $0, pair, $5, 0x80008000, 0xF8;
+            min.bf16x2 pair, pair, $3;
+            lop3.b32 factor, $4, 0x80008000, $5, 0xEA;
+            fma.rn.bf16x2 $0, pair, factor, zero;
             }""",
             "=r,f,f,r,r,r",
-            [rounded, scale, limit, x.to(tl.bfloat16)],
+            [magnitude, tl.full(x.shape, LIMIT, tl.bfloat16), x.to(tl.bfloat16), scale],
             dtype=tl.bfloat16,
             is_pure=True,
             pack=2,
         )
+
+
+@triton.jit
+def e2m1_nearest(x, encode, scale):
+    """Nearest E2M1 of x * encode, at most 6, times `scale` (BF16): exact, in BF16.
+
+    Clamping after rounding is clamping before it, 6 being a number of the grid.
+    """
+    return signed_product(element_nearest(scaled_magnitude(x, encode), 1), x, scale, 6.0)
 
 
 @triton.jit
@@ -240,113 +224,43 @@ def tensor_scales(amax_bits, TOP: tl.constexpr = 2688.0):
 
 
 @triton.jit
-def spread(scale, like):
-    """Block scales and six times as much, in BF16 (exact), for every element of `like`."""
-    shape: tl.constexpr = like.shape
-    return tl.broadcast_to(scale.to(tl.bfloat16), shape), tl.broadcast_to((scale * 6.0).to(tl.bfloat16), shape)
-
-
-@triton.jit
 def reciprocal(x):
-    """1 / x, correctly rounded."""
+    """1 / x, correctly rounded, for 2^-126 <= x < 2^126."""
     if INTERPRETED:
         return tl.div_rn(1.0, x)
     else:
-        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def block_scales(block_amax, encode):
-    """(S_b, enc_b) of NVFP4 for blocks with these amaxes: the E4M3 decode scale, and its encode scale.
-
-    A block whose scale is 0 decodes to zeros whatever its elements are: it is encoded by 0, since what is out of all
-    proportion to its scale would overflow on the way.
-    """
-    scale = bounded_nearest(block_amax * (encode * 0.16666667163372040), 3)
-    return scale, tl.where(scale > 0, tl.minimum(reciprocal(scale * reciprocal(encode)), FLOAT_MAX), 0.0)
-
-
-@triton.jit
-def wide_product(a, b: tl.constexpr):
-    """High and low half of the 64-bit product of uint32 numbers."""
-    if INTERPRETED:
-        return tl.umulhi(a, a * 0 + b), a * b
-    else:
+        # What rcp.rn.f32 does there, without its branch to what it does elsewhere.
         return tl.inline_asm_elementwise(
-            "{ .reg .b64 product; mul.wide.u32 product, $2, $3; mov.b64 {$1, $0}, product; }",
-            "=r,=r,r,r",
-            [a, b],
-            dtype=(tl.uint32, tl.uint32),
-            is_pure=True,
-            pack=1,
-        )
-
-
-@triton.jit
-def element_words(key, counter):
-    """Four words of Philox-4x32-10 for the 16 elements that share each int64 counter, first elements first."""
-    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    c2, c3 = wide_product(counter.to(tl.uint32), 0xD2511F53)  # words 2 and 3 of the counter are zero
-    return philox_rounds(k0, k1, (counter >> 32).to(tl.uint32) ^ k0, c3 * 0, c2 ^ k1, c3)
-
-
-@triton.jit
-def philox_rounds(k0, k1, c0, c1, c2, c3):
-    """What the last nine rounds of Philox-4x32-10 make of these words."""
-    for _ in tl.static_range(9):
-        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
-        high0, low0 = wide_product(c0, 0xD2511F53)
-        high1, low1 = wide_product(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def dither_of(word, index):
-    """(r + .5) / 512 for byte `index`, r, of a random word: the last bits of an FP32 number just above 2^14."""
-    if INTERPRETED:
-        return (((word >> (word * 0 + 8 * index)) & 0xFF).to(tl.float32) + 0.5) * 0.001953125
-    else:
-        above = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x46800000, $2;",
-            "=f,r,r",
-            [word, index + 0x7650],
+            """{
+            .reg .f32 near, error;
+            rcp.approx.ftz.f32 near, $1;
+            fma.rn.f32 error, $1, near, 0fBF800000;
+            neg.f32 error, error;
+            fma.rn.f32 $0, near, error, near;
+            }""",
+            "=f,f",
+            [x],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
         )
-        return above - 16383.9990234375
 
 
 @triton.jit
-def byte_dithers(words, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """`dither_of` all 16 bytes of four words [ROWS, BLOCKS], as [ROWS, BLOCKS, 16]."""
-    word = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))  # the last two dimensions count words
-    word, byte = tl.broadcast(tl.reshape(word, (ROWS, BLOCKS, 4, 1)), tl.arange(0, 4)[None, None, None, :])
-    return tl.reshape(dither_of(word, byte), (ROWS, BLOCKS, 16))
+def encode_scales(scale, decode):
+    """min(1 / (S * s_dec), FLT_MAX) of E4M3 decode scales S of blocks; 0 where S is 0.
+
+    A block whose scale is 0 decodes to zeros whatever its elements are: it is encoded by 0, since what is out of all
+    proportion to its scale would overflow on the way. A small s_dec is raised for the division: products with it may
+    be denormal.
+    """
+    lift = tl.where(decode < 8.673617379884035e-19, 18446744073709551616.0, 1.0)
+    encode = reciprocal(scale * decode * lift) * lift
+    return tl.where(scale > 0, tl.minimum(encode, FLOAT_MAX), 0.0)
 
 
 @triton.jit
-def place(table, number, mask, SPLIT: tl.constexpr):
-    """Number in the whole matrix of a block of 16 rows or columns, int64; `table` lists them where this is a part."""
-    if SPLIT:
-        return tl.load(table + number, mask=mask, other=0)
-    else:
-        return number.to(tl.int64)
-
-
-@triton.jit
-def row_words(
-    key, row, first, block, columns, row_blocks, column_blocks, whole_columns, SPLIT: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """Random words for rows first + `row` ([ROWS, 1]), in blocks of 16 along columns from number `block` on."""
-    number = block + tl.arange(0, BLOCKS)[None, :]
-    number = place(column_blocks, number, number < columns // 16, SPLIT)
-    whole_row = place(row_blocks, first // 16, True, SPLIT) * 16 + first % 16 + row
-    return element_words(key, whole_row * (whole_columns // 16) + number)
-
-
-@triton.jit
-def first_down(n, column_blocks, whole_rows, mask, SPLIT: tl.constexpr):
-    """Number, in the whole transpose, of the first block of 16 down each column n."""
-    return (place(column_blocks, n // 16, mask, SPLIT) * 16 + n % 16) * (whole_rows // 16)
+def block_scales(block_amax, encode):
+    """(S_b, enc_b) of NVFP4 for blocks with these amaxes: the E4M3 decode scale, and its encode scale."""
+    scale = bounded_nearest(block_amax * (encode * 0.16666667163372040), 3)
+    return scale, encode_scales(scale, tl.div_rn(1.0, encode))

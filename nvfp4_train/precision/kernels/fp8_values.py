@@ -10,6 +10,7 @@ import triton.language as tl
 
 from nvfp4_train.precision.kernels.device import (
     EXPONENT,
+    INTERPRETED,
     bounded_nearest,
     load_amax,
     magnitude_bits,
@@ -19,9 +20,10 @@ from nvfp4_train.precision.kernels.device import (
     with_sign,
 )
 from nvfp4_train.precision.kernels.fp8 import TILE, fp8_scales
+from nvfp4_train.precision.kernels.rows import largest_of
 
-# Rows, or columns, of a tile that a program holds at once.
-STRIP = tl.constexpr(32)
+# Warps of `block_values_kernel`; each holds as many rows at a time.
+WARPS = tl.constexpr(4)
 
 
 @triton.jit
@@ -48,24 +50,28 @@ def tensor_values_kernel(
 
 
 @triton.jit
-def block_values(tile, encode, decode):
-    """FP32 values of E4M3 elements with these block scales."""
-    return with_sign(bounded_nearest(tl.abs(tile) * encode, 3) * decode, tile)
-
-
-@triton.jit
-def stored_strip(
-    x, out, first_row, first_column, rows, columns, AXIS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Values of HEIGHT x WIDTH elements in blocks along AXIS, of which the strip holds whole ones."""
-    m = first_row + tl.arange(0, HEIGHT)[:, None]
-    n = first_column + tl.arange(0, WIDTH)[None, :]
-    mask = (m < rows) & (n < columns)
-    strip = to_float32(tl.load(x + m * columns + n, mask=mask, other=0.0))
-    encode, decode = fp8_scales(tl.max(magnitude_bits(strip), AXIS), 448.0, POWER_OF_TWO)
-    values = block_values(strip, tl.expand_dims(encode, AXIS), tl.expand_dims(decode, AXIS))
-    tl.store(out + m * columns + n, values, mask=mask)
+def block_values(x, encode, decode):
+    """FP32 values of E4M3 elements of x (FP32) with these block scales, which PTX converts to and back in pairs."""
+    if INTERPRETED:
+        return with_sign(bounded_nearest(tl.abs(x) * encode, 3) * decode, x)
+    else:
+        elements = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 codes, first, second;
+            .reg .b32 pair;
+            cvt.rn.satfinite.e4m3x2.f32 codes, $3, $2;
+            cvt.rn.f16x2.e4m3x2 pair, codes;
+            mov.b32 {first, second}, pair;
+            cvt.f32.f16 $0, first;
+            cvt.f32.f16 $1, second;
+            }""",
+            "=f,=f,f,f",
+            [x * encode],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+        return elements * decode
 
 
 @triton.jit
@@ -80,17 +86,32 @@ def block_values_kernel(
     ROW_POWER_OF_TWO: tl.constexpr,
     COLUMN_POWER_OF_TWO: tl.constexpr,
 ):
-    """Values in blocks of 1 x 128 along the columns, in blocks along the rows, or both: a strip of a tile at a time, so
-    that a thread holds few of them; the second read finds them in a cache.
+    """Values in blocks of 1 x 128 along the columns, in blocks along the rows, or both, from one read.
+
+    A warp has every fourth row; a thread four neighbouring columns of them. So a block along the columns is one warp's,
+    and of a block along the rows each thread has a quarter.
     """
-    m = tl.program_id(0).to(tl.int64) * TILE
-    n = tl.program_id(1) * TILE
+    first = tl.program_id(0).to(tl.int64) * TILE
+    m = tl.arange(0, WARPS)[:, None]
+    n = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
+    base = first * columns
+    tile = ()
+    for i in tl.static_range(0, TILE, WARPS):
+        mask = (first + i + m < rows) & (n < columns)
+        tile = tile + (tl.load(x + base + ((i + m) * columns + n), mask=mask, other=0.0),)
     if COLUMN:
-        for start in range(0, TILE, STRIP):
-            stored_strip(x, column_out, m, n + start, rows, columns, 0, COLUMN_POWER_OF_TWO, TILE, STRIP)
-    if ROW:
-        for start in range(0, TILE, STRIP):
-            stored_strip(x, row_out, m + start, n, rows, columns, 1, ROW_POWER_OF_TWO, STRIP, TILE)
+        largest = tl.max(magnitude_bits(largest_of(tile, TILE // WARPS)), 0)[None, :]
+        encode, decode = fp8_scales(largest, 448.0, COLUMN_POWER_OF_TWO)
+    for i in tl.static_range(0, TILE, WARPS):
+        mask = (first + i + m < rows) & (n < columns)
+        offset = (i + m) * columns + n
+        part = to_float32(tile[i // WARPS])
+        if COLUMN:
+            tl.store(column_out + base + offset, block_values(part, encode, decode), mask=mask)
+        if ROW:
+            largest_in_row = tl.max(magnitude_bits(part), 1)[:, None]
+            row_encode, row_decode = fp8_scales(largest_in_row, 448.0, ROW_POWER_OF_TWO)
+            tl.store(row_out + base + offset, block_values(part, row_encode, row_decode), mask=mask)
 
 
 @triton.jit

@@ -20,14 +20,15 @@ from nvfp4_train.precision.kernels.buffers import (
     whole_shape,
 )
 from nvfp4_train.precision.kernels.launch_nvfp4 import flat_amax
+from nvfp4_train.precision.kernels.launcher import launch
 from nvfp4_train.precision.rounding import Key
 from nvfp4_train.precision.shards import Shard
 
 MX_TILE, FP8_TILE = mx.SIZE.value, fp8_values.TILE.value
 _MANTISSA = {"e2m1": 1, "e5m2": 2, "e4m3": 3}
-_MX = Shape(256, 4)
+_MX = Shape(128, 2)
 _FLAT = Shape(4096, 4)
-_FP8_WARPS, _FP8_STRIP_WARPS = 16, 4
+_FP8_WARPS = 16
 
 
 def mx_rows_and_columns(
@@ -40,10 +41,15 @@ def mx_rows_and_columns(
     up = [spec is None or spec.scale_rounding == "up" for spec in specs]
     signs = sign_bits(MX_TILE) if columns is not None and columns.rotation else UNROTATED
     mantissa = _MANTISSA[element_of(next(spec for spec in specs if spec is not None))]
-    mx.mx_kernel[(x.shape[0] // MX_TILE, triton.cdiv(x.shape[1], _MX.block))](
-        x, *outs, *block_tables(x, shard), x.shape[1], *whole_shape(x, shard),
-        *keys_there((row_key, column_key), stochastic, x), rows is not None, columns is not None, *stochastic, signs,
-        shard.split, mantissa, *up, _MX.block, num_warps=_MX.warps, **EXACT,
+    launch(
+        mx.mx_kernel,
+        (x.shape[0] // MX_TILE, triton.cdiv(x.shape[1], _MX.block)),
+        (x, *outs, *block_tables(x, shard), *keys_there((row_key, column_key), stochastic, x)),
+        (
+            x.shape[1], *whole_shape(x, shard), rows is not None, columns is not None, *stochastic, signs,
+            shard.split, mantissa, *up, x.shape[1] % _MX.block == 0, _MX.block,
+        ),
+        num_warps=_MX.warps, **EXACT,
     )  # fmt: skip
     first, second = (None if spec is None else Made(out, None, None) for spec, out in zip(specs, outs, strict=True))
     return first, second
@@ -66,7 +72,7 @@ def fp8_rows_and_columns(
     outs = [x if spec is None else torch.empty_like(x, dtype=torch.float32) for spec in (rows, columns)]
     powers = [spec is not None and spec.power_of_two for spec in (rows, columns)]
     fp8_values.block_values_kernel[_fp8_grid(x)](
-        x, *outs, *x.shape, rows is not None, columns is not None, *powers, num_warps=_FP8_STRIP_WARPS, **EXACT
+        x, *outs, *x.shape, rows is not None, columns is not None, *powers, num_warps=fp8_values.WARPS.value, **EXACT
     )
     return (
         None if rows is None else Made(outs[0], None, None),

@@ -8,22 +8,33 @@ import triton.language as tl
 
 from nvfp4_train.precision.kernels.device import (
     EXPONENT,
-    bounded_nearest,
-    byte_dithers,
+    INTERPRETED,
+    element_nearest,
+    laid_out_like,
+    magnitude_bits,
+    rounded_to,
+    scaled_magnitude,
+    signed_product,
+)
+from nvfp4_train.precision.kernels.rows import (
+    largest_across,
+    largest_of,
+    load_blocks,
+    load_rows,
+    rotated_rows,
+    store_half_blocks,
+)
+from nvfp4_train.precision.kernels.stochastic import (
     dither_of,
+    dithers_across,
     e2m1_stochastic,
     element_words,
     first_down,
-    laid_out_like,
-    magnitude_bits,
+    magnitudes_to_cut,
     place,
-    rounded_to,
-    row_words,
-    scaled_magnitude,
-    signed_bfloat16,
-    to_float32,
+    read_keys,
+    words_across,
 )
-from nvfp4_train.precision.kernels.rows import largest_of, load_rows, rotated_rows
 
 SIZE = tl.constexpr(32)
 # Rows that a program quantizes at a time along features.
@@ -56,23 +67,49 @@ def mx_scales(amax_bits, MANTISSA: tl.constexpr, UP: tl.constexpr):
 
 
 @triton.jit
-def mx_values(x, encode, decode, dither, MANTISSA: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Element nearest to (or a random neighbour of) x * encode, times decode, rounded to BF16."""
-    magnitude = scaled_magnitude(x, encode)
-    if STOCHASTIC:
-        rounded = e2m1_stochastic(tl.minimum(magnitude, 6.0), dither)
+def mx_nearest(x, encode, decode, MANTISSA: tl.constexpr):
+    """Element nearest to x * encode, its type's largest beyond, times decode (BF16), rounded to BF16.
+
+    A power of two leaves x no more bits than it had: BF16 is rounded in BF16, as `device.element_nearest` does in FP32.
+    """
+    LARGEST: tl.constexpr = 6.0 if MANTISSA == 1 else 448.0
+    if x.dtype == tl.float32 or INTERPRETED:
+        return signed_product(element_nearest(scaled_magnitude(x, encode), MANTISSA), x, decode, LARGEST)
     else:
-        rounded = bounded_nearest(magnitude, MANTISSA)
-    return signed_bfloat16(rounded * decode, x)
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 y, power, factor, zero;
+            mov.b32 zero, 0x80008000;
+            abs.bf16x2 y, $1;
+            fma.rn.bf16x2 y, y, $2, zero;
+            and.b32 power, y, 0x7F807F80;
+            max.bf16x2 power, power, $4;
+            fma.rn.bf16x2 y, power, $5, y;
+            fma.rn.bf16x2 y, power, $6, y;
+            min.bf16x2 y, y, $7;
+            lop3.b32 factor, $1, 0x80008000, $3, 0xEA;
+            fma.rn.bf16x2 $0, y, factor, zero;
+            }""",
+            "=r,r,r,r,r,r,r,r",
+            [
+                x, encode.to(tl.bfloat16), decode,
+                tl.full(x.shape, 1.0 if MANTISSA == 1 else 0.015625, tl.bfloat16),
+                tl.full(x.shape, 192.0 / 2**MANTISSA, tl.bfloat16),
+                tl.full(x.shape, -192.0 / 2**MANTISSA, tl.bfloat16),
+                tl.full(x.shape, LARGEST, tl.bfloat16),
+            ],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
 def mx_columns(
-    x, out, key, columns, first, n, row_blocks, column_blocks, whole_rows, STOCHASTIC: tl.constexpr,
+    x, out, key, columns, first, n, mask, row_blocks, column_blocks, whole_rows, STOCHASTIC: tl.constexpr,
     SIGNS: tl.constexpr, SPLIT: tl.constexpr, MANTISSA: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
     """Values of 32 rows from `first` on, rotated where SIGNS >= 0, in blocks along the rows."""
-    mask = n < columns
     base = first * columns
     operand = load_rows(x + base, columns, n, mask, 32)
     if SIGNS >= 0:
@@ -81,41 +118,60 @@ def mx_columns(
         for i in tl.static_range(32):
             operand = operand + (rounded_to(rotated[i], x.dtype.element_ty),)
     encode, decode = mx_scales(magnitude_bits(largest_of(operand, 32)), MANTISSA, UP)
+    decode = decode.to(tl.bfloat16)
     words = operand
     if STOCHASTIC:
         row = first_down(laid_out_like(n, operand[0]), column_blocks, whole_rows, mask, SPLIT)
-        key = tl.load(key)
         words = element_words(key, row + place(row_blocks, first // 16, True, SPLIT))
         words = words + element_words(key, row + place(row_blocks, first // 16 + 1, True, SPLIT))
     for i in tl.static_range(32):
-        dither = operand[i]
         if STOCHASTIC:
-            dither = dither_of(words[i // 4], i % 4)
-        values = mx_values(operand[i], encode, decode, dither, MANTISSA, STOCHASTIC)
+            magnitude = magnitudes_to_cut(operand[i], encode, x.dtype.element_ty == tl.bfloat16)
+            values = e2m1_stochastic(magnitude, operand[i], decode, dither_of(words[i // 4], i % 4))
+        else:
+            values = mx_nearest(operand[i], encode, decode, MANTISSA)
         tl.store(out + base + (i * columns + n), values, mask=mask)
 
 
 @triton.jit
 def mx_rows(
     x, out, key, columns, first, block, row_blocks, column_blocks, whole_columns, STOCHASTIC: tl.constexpr,
-    SPLIT: tl.constexpr, MANTISSA: tl.constexpr, UP: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, MANTISSA: tl.constexpr, UP: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Values of ROWS rows from `first` on, in blocks along columns: BLOCK of them, the first is 16 * `block`."""
-    row = tl.arange(0, ROWS)[:, None]
-    n = block * 16 + tl.arange(0, BLOCK)[None, :]
-    offset = row * columns + n
-    mask = n < columns
-    tile = tl.load(x + first * columns + offset, mask=mask, other=0.0)
-    blocks = tl.reshape(tile, (ROWS, BLOCK // SIZE, SIZE))
-    encode, decode = mx_scales(tl.max(magnitude_bits(to_float32(blocks)), 2), MANTISSA, UP)
-    dither = blocks
+    """Values of ROWS rows from `first` on, in blocks along columns: BLOCK of them, the first is 16 * `block`.
+
+    Two threads share a block.
+    """
+    i = tl.arange(0, ROWS * (BLOCK // 16))
+    row, number = i // (BLOCK // 16), block + i % (BLOCK // 16)
+    mask = (number < columns // 16) | FULL
+    offset = row * columns + number * 16
+    halves = load_blocks(x + first * columns, offset, mask)
+    largest = largest_across(halves)
+    bits = tl.max(tl.reshape(magnitude_bits(largest), (ROWS * (BLOCK // SIZE), 2)), 1)
+    encode, decode = mx_scales(bits, MANTISSA, UP)
+    encode = for_each_element(encode, halves[0])
+    decode = for_each_element(decode.to(tl.bfloat16), halves[0])
+    words = ()
     if STOCHASTIC:
-        words = row_words(
-            tl.load(key), row, first, block, columns, row_blocks, column_blocks, whole_columns, SPLIT, BLOCK // 16
+        words = words_across(
+            key, first, laid_out_like(row, largest), laid_out_like(number, largest), columns, row_blocks,
+            column_blocks, whole_columns, SPLIT,
         )  # fmt: skip
-        dither = tl.reshape(byte_dithers(words, ROWS, BLOCK // 16), blocks.shape)
-    values = mx_values(blocks, encode[:, :, None], decode[:, :, None], dither, MANTISSA, STOCHASTIC)
-    tl.store(out + first * columns + offset, tl.reshape(values, (ROWS, BLOCK)), mask=mask)
+    for half in tl.static_range(2):
+        if STOCHASTIC:
+            magnitude = magnitudes_to_cut(halves[half], encode, x.dtype.element_ty == tl.bfloat16)
+            dithers = dithers_across(words[2 * half], words[2 * half + 1])
+            values = e2m1_stochastic(magnitude, halves[half], decode, dithers)
+        else:
+            values = mx_nearest(halves[half], encode, decode, MANTISSA)
+        store_half_blocks(out + first * columns, offset, mask, half, values)
+
+
+@triton.jit
+def for_each_element(scale, half):
+    """Scales of blocks of 32 for the elements [N, 8] of a half of each 16."""
+    return tl.reshape(tl.broadcast_to(scale[:, None, None], (scale.shape[0], 2, 8)), half.shape)
 
 
 @triton.jit(do_not_specialize=["row_key", "column_key"])
@@ -125,11 +181,11 @@ def mx_kernel(
     column_out,
     row_blocks,
     column_blocks,
+    row_key,
+    column_key,
     columns,
     whole_rows,
     whole_columns,
-    row_key,
-    column_key,
     ROW: tl.constexpr,
     COLUMN: tl.constexpr,
     ROW_STOCHASTIC: tl.constexpr,
@@ -139,6 +195,7 @@ def mx_kernel(
     MANTISSA: tl.constexpr,
     ROW_UP: tl.constexpr,
     COLUMN_UP: tl.constexpr,
+    FULL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Values of x in blocks along columns, and of its (rotated) transpose in blocks along rows.
@@ -146,17 +203,19 @@ def mx_kernel(
     The keys, `row_blocks`, `column_blocks` and SPLIT as in `nvfp4.values_kernel`.
     """
     first = tl.program_id(0).to(tl.int64) * SIZE
+    row_key, column_key = read_keys(row_key, column_key, ROW_STOCHASTIC, COLUMN_STOCHASTIC)
     if COLUMN:
         n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = (n < columns) | FULL
         mx_columns(
-            x, column_out, column_key, columns, first, n, row_blocks, column_blocks, whole_rows, COLUMN_STOCHASTIC,
-            SIGNS, SPLIT, MANTISSA, COLUMN_UP,
+            x, column_out, column_key, columns, first, n, mask, row_blocks, column_blocks, whole_rows,
+            COLUMN_STOCHASTIC, SIGNS, SPLIT, MANTISSA, COLUMN_UP,
         )  # fmt: skip
     if ROW:
         for step in range(SIZE // ROWS):
             mx_rows(
                 x, row_out, row_key, columns, first + step * ROWS, tl.program_id(1) * (BLOCK // 16), row_blocks,
-                column_blocks, whole_columns, ROW_STOCHASTIC, SPLIT, MANTISSA, ROW_UP, BLOCK,
+                column_blocks, whole_columns, ROW_STOCHASTIC, SPLIT, MANTISSA, ROW_UP, FULL, BLOCK,
             )  # fmt: skip
 
 
@@ -169,7 +228,9 @@ def mx_square_kernel(x, out, columns, MANTISSA: tl.constexpr, UP: tl.constexpr, 
     rows = load_rows(x + base, columns, n, mask, 32)
     bits = tl.max(tl.reshape(magnitude_bits(largest_of(rows, 32)), (BLOCK // SIZE, SIZE)), 1)
     encode, decode = mx_scales(bits, MANTISSA, UP)
+    encode = tl.broadcast_to(encode[:, None], (BLOCK // SIZE, SIZE))
+    decode = tl.broadcast_to(decode.to(tl.bfloat16)[:, None], (BLOCK // SIZE, SIZE))
     for i in tl.static_range(32):
         blocks = tl.reshape(rows[i], (BLOCK // SIZE, SIZE))
-        values = mx_values(blocks, encode[:, None], decode[:, None], blocks, MANTISSA, False)
+        values = mx_nearest(blocks, encode, decode, MANTISSA)
         tl.store(out + base + (i * columns + n), tl.reshape(values, (BLOCK,)), mask=mask)

@@ -4,9 +4,9 @@ A linear layer needs its input (and its output's gradient) twice: in blocks alon
 along the tokens. Both are written from one read. The second is the quantized TRANSPOSE, kept in the layout of x: a BF16
 GEMM takes either operand order, so nothing is transposed in memory.
 
-A program owns 16 rows. Along tokens, each thread holds the same few columns of all of them, so that the rotation, the
-amax of a block and its random bytes stay in registers. Along features, the program then takes a few rows at a time, and
-finds them in the L1 cache.
+A program owns 16 rows. Along tokens, each thread holds the same few columns of all of them; along features, the program
+then takes a few rows at a time, which it finds in the L1 cache, and each thread whole blocks. So the rotation, the amax
+of a block, its scales and its random bytes stay in a thread's registers.
 """
 
 import triton
@@ -15,26 +15,42 @@ import triton.language as tl
 from nvfp4_train.precision.kernels.device import (
     SLOTS,
     block_scales,
-    byte_dithers,
-    dither_of,
-    e2m1_values,
-    element_words,
-    first_down,
+    e2m1_nearest,
     laid_out_like,
     larger,
     load_amax,
-    place,
     rounded_to,
-    row_words,
-    spread,
+    signed_product,
     store_amax,
     tensor_scales,
     to_float32,
 )
-from nvfp4_train.precision.kernels.rows import largest_of, load_rows, rotated_rows
+from nvfp4_train.precision.kernels.four_over_six import TOP as SIX_TOP
+from nvfp4_train.precision.kernels.four_over_six import better_elements, ordinary
+from nvfp4_train.precision.kernels.rows import (
+    largest_across,
+    largest_of,
+    load_blocks,
+    load_rows,
+    rotated_rows,
+    store_half_blocks,
+)
+from nvfp4_train.precision.kernels.stochastic import (
+    dither_of,
+    dithers_across,
+    e2m1_stochastic,
+    element_words,
+    first_down,
+    magnitudes_to_cut,
+    place,
+    read_keys,
+    words_across,
+)
 
-# Rows that a program quantizes at a time along features.
-ROWS = tl.constexpr(4)
+# Measures of four over six.
+MSE, MAE = tl.constexpr(1), tl.constexpr(2)
+# Largest product of a block scale and an element.
+TOP = tl.constexpr(448.0 * 6.0)
 
 
 @triton.jit
@@ -65,66 +81,85 @@ def amax_kernel(
 
 
 @triton.jit
-def stored_scales(amax, scales):
-    """s_enc of a tensor from its amax slots; one program of the grid writes s_dec and amax to `scales`."""
+def stored_scales(amax, scales, TOP: tl.constexpr):
+    """(s_enc, amax) of a tensor from its amax slots; one program of the grid writes s_dec and amax to `scales`."""
     amax_bits = load_amax(amax)
-    encode, decode = tensor_scales(amax_bits)
-    if tl.program_id(0) + tl.program_id(1) == 0:
-        tl.store(scales, decode)
-        tl.store(scales + 1, amax_bits.to(tl.float32, bitcast=True))
-    return encode
+    largest = amax_bits.to(tl.float32, bitcast=True)
+    encode, decode = tensor_scales(amax_bits, TOP)
+    one = tl.program_id(0) + tl.program_id(1) == 0
+    tl.store(scales, decode, mask=one)
+    tl.store(scales + 1, largest, mask=one)
+    return encode, largest
+
+
+@triton.jit
+def column_operand(x, columns, first, n, mask, SIGNS: tl.constexpr):
+    """16 rows from `first` on, rotated where SIGNS >= 0."""
+    rows = load_rows(x + first * columns, columns, n, mask, 16)
+    if SIGNS >= 0:
+        rotated = rotated_rows(rows, SIGNS, 16)
+        rows = ()
+        for i in tl.static_range(16):
+            rows = rows + (rounded_to(rotated[i], x.dtype.element_ty),)
+    return rows
 
 
 @triton.jit
 def column_values(
-    x, out, encode, key, columns, first, n, row_blocks, column_blocks, whole_rows, STOCHASTIC: tl.constexpr,
-    SIGNS: tl.constexpr, SPLIT: tl.constexpr,
+    operand, out, encode, key, columns, first, n, mask, row_blocks, column_blocks, whole_rows, STOCHASTIC: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Values of 16 rows from `first` on, rotated where SIGNS >= 0, in blocks along the rows."""
-    mask = n < columns
-    base = first * columns
-    operand = load_rows(x + base, columns, n, mask, 16)
-    if SIGNS >= 0:
-        rotated = rotated_rows(operand, SIGNS, 16)
-        operand = ()
-        for i in tl.static_range(16):
-            operand = operand + (rounded_to(rotated[i], x.dtype.element_ty),)
+    """Values of 16 rows from `first` on, in blocks along the rows."""
     scale, block_encode = block_scales(largest_of(operand, 16), encode)
-    scale, limit = spread(scale, operand[0])
+    scale = scale.to(tl.bfloat16)
     words = operand
     if STOCHASTIC:
-        here = laid_out_like(n, operand[0])
-        down = first_down(here, column_blocks, whole_rows, mask, SPLIT)
-        words = element_words(tl.load(key), down + place(row_blocks, first // 16, True, SPLIT))
+        down = first_down(laid_out_like(n, operand[0]), column_blocks, whole_rows, mask, SPLIT)
+        words = element_words(key, down + place(row_blocks, first // 16, True, SPLIT))
     for i in tl.static_range(16):
-        dither = operand[i]
         if STOCHASTIC:
-            dither = dither_of(words[i // 4], i % 4)
-        values = e2m1_values(operand[i], block_encode, scale, limit, dither, STOCHASTIC)
-        tl.store(out + base + (i * columns + n), values, mask=mask)
+            magnitude = magnitudes_to_cut(operand[i], block_encode, False)
+            values = e2m1_stochastic(magnitude, operand[i], scale, dither_of(words[i // 4], i % 4))
+        else:
+            values = e2m1_nearest(operand[i], block_encode, scale)
+        tl.store(out + first * columns + (i * columns + n), values, mask=mask)
 
 
 @triton.jit
 def row_values(
-    x, out, encode, key, columns, first, block, row_blocks, column_blocks, whole_columns, STOCHASTIC: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    x, out, encode, amax, key, columns, first, block, row_blocks, column_blocks, whole_columns,
+    STOCHASTIC: tl.constexpr, MEASURE: tl.constexpr, SPLIT: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Values of ROWS rows from `first` on, in blocks along columns: BLOCK / 16 of them, from number `block` on."""
-    row = tl.arange(0, ROWS)[:, None]
-    n = block * 16 + tl.arange(0, BLOCK)[None, :]
-    offset = row * columns + n
-    mask = n < columns
-    tile = tl.load(x + first * columns + offset, mask=mask, other=0.0)
-    blocks = tl.reshape(tile, (ROWS, BLOCK // 16, 16))
-    scale, block_encode = block_scales(tl.max(tl.abs(to_float32(blocks)), 2), encode)
-    dither = blocks
+    i = tl.arange(0, ROWS * (BLOCK // 16))
+    row, number = i // (BLOCK // 16), block + i % (BLOCK // 16)
+    mask = (number < columns // 16) | FULL
+    offset = row * columns + number * 16
+    blocks = load_blocks(x + first * columns, offset, mask)
+    if MEASURE:
+        scale, left, right = better_elements(blocks, encode, amax, ordinary(amax), MEASURE == MAE, False)
+        elements = left, right
+    else:
+        largest = largest_across(blocks)
+        scale, block_encode = block_scales(largest, encode)
+        block_encode = tl.broadcast_to(block_encode[:, None], blocks[0].shape)
+    scale = tl.broadcast_to(scale.to(tl.bfloat16)[:, None], blocks[0].shape)
     if STOCHASTIC:
-        words = row_words(
-            tl.load(key), row, first, block, columns, row_blocks, column_blocks, whole_columns, SPLIT, BLOCK // 16
+        words = words_across(
+            key, first, laid_out_like(row, largest), laid_out_like(number, largest), columns, row_blocks,
+            column_blocks, whole_columns, SPLIT,
         )  # fmt: skip
-        dither = byte_dithers(words, ROWS, BLOCK // 16)
-    values = e2m1_values(blocks, block_encode[:, :, None], *spread(scale[:, :, None], blocks), dither, STOCHASTIC)
-    tl.store(out + first * columns + offset, tl.reshape(values, (ROWS, BLOCK)), mask=mask)
+    for half in tl.static_range(2):
+        if STOCHASTIC:
+            magnitude = magnitudes_to_cut(blocks[half], block_encode, False)
+            dithers = dithers_across(words[2 * half], words[2 * half + 1])
+            values = e2m1_stochastic(magnitude, blocks[half], scale, dithers)
+        elif MEASURE:
+            values = signed_product(elements[half], blocks[half], scale, 6.0)
+        else:
+            values = e2m1_nearest(blocks[half], block_encode, scale)
+        store_half_blocks(out + first * columns, offset, mask, half, values)
 
 
 @triton.jit(do_not_specialize=["row_key", "column_key"])
@@ -136,40 +171,54 @@ def values_kernel(
     scales,
     row_blocks,
     column_blocks,
+    row_key,
+    column_key,
     columns,
     whole_rows,
     whole_columns,
-    row_key,
-    column_key,
     ROW: tl.constexpr,
     COLUMN: tl.constexpr,
     ROW_STOCHASTIC: tl.constexpr,
     COLUMN_STOCHASTIC: tl.constexpr,
+    MEASURE: tl.constexpr,
     SIGNS: tl.constexpr,
     SPLIT: tl.constexpr,
+    FULL: tl.constexpr,
     BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Values (element * block scale) of x in blocks along columns, and of its rotated transpose in blocks along rows.
 
-    `scales` takes s_dec and amax of the first, then of the second. The keys of the random bits lie at `row_key` and
-    `column_key`. Where x is a part of a matrix (`SPLIT`), the tables
-    `row_blocks` and `column_blocks` say where its blocks of 16 lie in the whole, for the random bits.
+    `scales` takes s_dec and amax of the first, then of the second. The first follow four over six where MEASURE is
+    MSE or MAE. The keys of the random bits lie at `row_key` and `column_key`. Where x is a part of a matrix (`SPLIT`),
+    the tables `row_blocks` and `column_blocks` say where its blocks of 16 lie in the whole, for the random bits. FULL:
+    every program has all of its BLOCK columns.
     """
+    row_key, column_key = read_keys(row_key, column_key, ROW_STOCHASTIC, COLUMN_STOCHASTIC)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (n < columns) | FULL
     # The amax pass went from the front to the back: what it read last is still in the L2 cache.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * 16
+    # Rows at a time along features: two blocks a thread, or one of four over six, which takes more registers.
+    ROWS: tl.constexpr = 1024 * WARPS // BLOCK if not MEASURE else 512 * WARPS // BLOCK
+    operand = ()
     if COLUMN:
-        n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        encode = stored_scales(amax + SLOTS, scales + 2)
+        operand = column_operand(x, columns, first, n, mask, SIGNS)
+    row_encode, row_largest = 1.0, 1.0
+    if ROW:
+        row_encode, row_largest = stored_scales(amax, scales, SIX_TOP if MEASURE else TOP)
+    if COLUMN:
+        column_encode, _ = stored_scales(amax + SLOTS, scales + 2, TOP)
         column_values(
-            x, column_out, encode, column_key, columns, first, n, row_blocks, column_blocks, whole_rows,
-            COLUMN_STOCHASTIC, SIGNS, SPLIT,
+            operand, column_out, column_encode, column_key, columns, first, n, mask, row_blocks, column_blocks,
+            whole_rows, COLUMN_STOCHASTIC, SPLIT,
         )  # fmt: skip
     if ROW:
-        encode = stored_scales(amax, scales)
         for step in range(16 // ROWS):
             row_values(
-                x, row_out, encode, row_key, columns, first + step * ROWS, tl.program_id(1) * (BLOCK // 16),
-                row_blocks, column_blocks, whole_columns, ROW_STOCHASTIC, SPLIT, BLOCK,
+                x, row_out, row_encode, row_largest, row_key, columns, first + step * ROWS,
+                tl.program_id(1) * (BLOCK // 16), row_blocks, column_blocks, whole_columns, ROW_STOCHASTIC, MEASURE,
+                SPLIT, FULL, ROWS, BLOCK,
             )  # fmt: skip
 
 
@@ -192,12 +241,28 @@ def square_values_kernel(w, amax, out, scales, columns, BLOCK: tl.constexpr):
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = n < columns
     base = first * columns
-    encode = stored_scales(amax, scales)
+    encode, _ = stored_scales(amax, scales, TOP)
     rows = load_rows(w + base, columns, n, mask, 16)
     largest = tl.max(tl.reshape(largest_of(rows, 16), (BLOCK // 16, 16)), 1)
     scale, block_encode = block_scales(largest, encode)
-    scale, limit = spread(scale[:, None], tl.reshape(rows[0], (BLOCK // 16, 16)))
+    scale = tl.broadcast_to(scale.to(tl.bfloat16)[:, None], (BLOCK // 16, 16))
     for i in tl.static_range(16):
         blocks = tl.reshape(rows[i], (BLOCK // 16, 16))
-        values = e2m1_values(blocks, block_encode[:, None], scale, limit, blocks, False)
+        values = e2m1_nearest(blocks, block_encode[:, None], scale)
         tl.store(out + base + (i * columns + n), tl.reshape(values, (BLOCK,)), mask=mask)
+
+
+@triton.jit
+def square_four_over_six_kernel(w, amax, out, scales, columns, MEASURE: tl.constexpr, BLOCK: tl.constexpr):
+    """The same with the better of two scales for each tile."""
+    encode, largest = stored_scales(amax, scales, SIX_TOP)
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * 16
+    i = tl.arange(0, BLOCK)
+    number = tl.program_id(1) * (BLOCK // 16) + i % (BLOCK // 16)
+    mask = number < columns // 16
+    offset = i // (BLOCK // 16) * columns + number * 16
+    blocks = load_blocks(w + first * columns, offset, mask)
+    scale, left, right = better_elements(blocks, encode, largest, ordinary(largest), MEASURE == MAE, True)
+    scale = tl.broadcast_to(scale.to(tl.bfloat16)[:, None], left.shape)
+    store_half_blocks(out + first * columns, offset, mask, 0, signed_product(left, blocks[0], scale, 6.0))
+    store_half_blocks(out + first * columns, offset, mask, 1, signed_product(right, blocks[1], scale, 6.0))

@@ -12,11 +12,11 @@ from nvfp4_train.precision.kernels.device import (
     SIGN,
     SLOTS,
     larger,
-    philox_rounds,
     rounded_to,
     store_amax,
     to_float32,
 )
+from nvfp4_train.precision.kernels.stochastic import philox_rounds
 
 FRESH = tl.constexpr(-2)  # in place of the bits of fixed signs
 

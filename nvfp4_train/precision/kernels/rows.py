@@ -1,6 +1,8 @@
-"""A few neighbouring rows as a tuple of tensors: each thread holds the same columns of all of them.
+"""What a thread holds, so that what belongs together stays in its registers.
 
-What runs down the columns (the rotation along tokens, the largest of a block along tokens) then stays in registers.
+Of neighbouring rows, as a tuple of tensors, each thread holds the same columns: the rotation along tokens, and the
+largest of a block along tokens, run down them. Of a block of 16 along a row it holds all, as two tensors of 8, which
+are what a thread reads at once.
 """
 
 import triton
@@ -25,6 +27,35 @@ def largest_of(rows, COUNT: tl.constexpr):
     for i in tl.static_range(2, COUNT):
         largest = larger(largest, rows[i])
     return tl.abs(to_float32(largest))
+
+
+@triton.jit
+def load_blocks(base, offset, mask):
+    """16 elements from each offset on: the first eight [N, 8], and the others; zeros where masked."""
+    offset = offset[:, None] + tl.arange(0, 8)[None, :]
+    return (
+        tl.load(base + offset, mask=mask[:, None], other=0.0),
+        tl.load(base + (offset + 8), mask=mask[:, None], other=0.0),
+    )
+
+
+@triton.jit
+def store_half_blocks(base, offset, mask, HALF: tl.constexpr, values):
+    """Store [N, 8] where `load_blocks` had read its first (HALF 0) or second tensor."""
+    offset = offset[:, None] + tl.arange(0, 8)[None, :]
+    tl.store(base + (offset + 8 * HALF), values, mask=mask[:, None])
+
+
+@triton.jit
+def largest_across(blocks):
+    """Largest magnitude of each block that `load_blocks` gave, FP32 [N]; NaN where one is."""
+    largest = larger(blocks[0], blocks[1])
+    for stage in tl.static_range(2):
+        halves = tl.reshape(largest, (largest.shape[0], 2, 4 >> stage))
+        first, second = tl.split(tl.permute(halves, (0, 2, 1)))
+        largest = larger(first, second)
+    first, second = tl.split(to_float32(largest))
+    return larger(first, second)
 
 
 @triton.jit

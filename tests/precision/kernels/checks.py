@@ -177,6 +177,7 @@ def main() -> None:
     cases.append(("beside an outlier", inputs["bf16max_one_64x64_f32"][:32], (PAIRS[1], PAIRS[6]), SHARED[1:2]))
     cases.append(("bf16", matrix(32, 64, 1, torch.bfloat16), (PAIRS[1], *PAIRS[6:13]), SHARED))
     cases.append(("FP32", matrix(32, 32, 2, torch.float32), (PAIRS[1], PAIRS[9]), SHARED[:2]))
+    cases.append(("whole tiles", matrix(32, 256, 4, torch.bfloat16), (PAIRS[1], PAIRS[9]), ()))
     cases.append(("160 x 144", matrix(160, 144, 3, torch.bfloat16), PAIRS[-3:], SHARED[-4:-3]))
     failed = [f"{name}: {found}" for name, x, *ways in cases for found in differences(x, "cpu", *ways)]
     for shard, pair in ((PART, PAIRS[1:2]), (PART32, PAIRS[9:10])):
