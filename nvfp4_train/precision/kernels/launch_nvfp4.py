@@ -28,7 +28,8 @@ TILE = 16
 _MEASURES = {None: 0, "mse": nvfp4.MSE.value, "mae": nvfp4.MAE.value}
 # By what was fastest on an H200 at 8192 x 2048 to 8192 x 20480; tests/benchmarks/results/gpu.md.
 _AMAX = Shape(512, 4)
-_VALUES = Shape(256, 4)
+_VALUES = Shape(256, 2)
+_REGISTERS = 128  # a thread; ptxas would take a few more, with fewer programs at once
 _FLAT_AMAX = Shape(8192, 8)
 _SQUARE_VALUES = Shape(512, 4)
 _SQUARE_FOUR_OVER_SIX = Shape(128, 4)
@@ -58,7 +59,7 @@ def rows_and_columns(
             _MEASURES[None if rows is None else rows.four_over_six], signs, shard.split, width % _VALUES.block == 0,
             *_VALUES,
         ),
-        num_warps=_VALUES.warps, **EXACT,
+        num_warps=_VALUES.warps, maxnreg=_REGISTERS, **EXACT,
     )  # fmt: skip
     made = [Made(out, scales[2 * i], scales[2 * i + 1]) for i, out in enumerate(outs)]
     return None if rows is None else made[0], None if columns is None else made[1]
