@@ -40,8 +40,8 @@ def configuration(recipe: str, overrides: Sequence[str] = ONE_OF_EACH) -> RunCon
     return compose([*overrides, f"precision={recipe}", *kept, "deterministic=false"])
 
 
-def blocks(config: RunConfig, world: World) -> list[tuple[str, Callable[[], None]]]:
-    """(letter, forward and backward pass) of each block."""
+def blocks(config: RunConfig, world: World) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+    """(letter, forward and backward pass) of each block; a pass gives its input's gradient."""
     quantized = build_quantized_model(config, world, say=lambda text: None)
     wrap_data_parallel(quantized.chunks, config.parallel)  # for the FP32 buffers of weight gradients
     runtime = quantized.runtime
@@ -54,13 +54,15 @@ def blocks(config: RunConfig, world: World) -> list[tuple[str, Callable[[], None
     return [(letter, _pass(layer, x, dy)) for letter, layer in zip(block_letters(config.model), layers, strict=True)]
 
 
-def _pass(layer: Any, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
+def _pass(layer: Any, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], torch.Tensor]:
     leaf = x.clone().requires_grad_()
 
-    def run() -> None:
+    def run() -> torch.Tensor:
         leaf.grad = None
         out = layer(hidden_states=leaf, attention_mask=None)
         (out[0] if isinstance(out, tuple) else out).backward(dy)
+        assert leaf.grad is not None
+        return leaf.grad
 
     return run
 

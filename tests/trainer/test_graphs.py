@@ -96,7 +96,7 @@ def phases(config: RunConfig, world: World) -> list[torch.Tensor]:
     return [torch.tensor(losses, dtype=torch.float64), *weights, *step.runtime.state_dict().values()]
 
 
-@pytest.mark.parametrize("precision", ["nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("precision", ["nvfp4", "fp8_delayed", "quartet2"])
 def test_a_phase_records_anew(precision: str, world: World) -> None:
     plain = phases(small(precision, "parallel.cuda_graphs=never"), world)
     assert_same(phases(small(precision), world), plain)
