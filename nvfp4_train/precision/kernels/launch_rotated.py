@@ -18,14 +18,12 @@ from nvfp4_train.precision.kernels.buffers import (
     block_tables,
     keys_there,
     sign_bits,
-    slots,
     whole_shape,
 )
 from nvfp4_train.precision.rounding import Key
 from nvfp4_train.precision.shards import Shard, take_largest
 
-_WARPS = 2
-_IN_REGISTERS = 128  # numbers that a thread holds while it rotates
+_IN_REGISTERS = 64  # numbers that each thread of one warp holds while it rotates
 _ALONG_ROWS = Shape(64, 4)
 _ALONG_COLUMNS, _ROWS = Shape(256, 4), 4
 
@@ -38,15 +36,16 @@ def rotated_copy(x: Tensor, spec: QuantSpec, axis: int, sign_key: Key, decode: T
     """
     assert spec.rotation is not None
     lines, groups = x.shape[1 - axis], x.shape[axis] // spec.rotation
-    amax, _ = slots(x, 1)
+    amax = torch.zeros(SLOTS, dtype=torch.int32, device=x.device)
     out = torch.empty_like(x, dtype=x.dtype if decode is None else torch.float32)
     fresh = spec.signs == "fresh"
     (sign_key,) = keys_there([sign_key], [fresh], x)
-    block = 32 * _WARPS * _IN_REGISTERS // spec.rotation
-    rotated.rotate_kernel[(SLOTS,)](
+    block = 32 * _IN_REGISTERS // spec.rotation
+    rotated.rotate_kernel[(groups * triton.cdiv(lines, block),)](
         x, x if decode is None else decode, out, amax, sign_key, lines, groups, x.shape[1], axis,
         spec.rotation.bit_length() - 1, 1.0 / math.sqrt(spec.rotation),
-        rotated.FRESH.value if fresh else sign_bits(16), decode is not None, block, num_warps=_WARPS, **EXACT,
+        rotated.FRESH.value if fresh else sign_bits(16), decode is not None, lines % block != 0, block, num_warps=1,
+        **EXACT,
     )  # fmt: skip
     return out, amax
 

@@ -1,19 +1,19 @@
 """The rotated copy of a matrix on a GPU: groups of 16 to 128 along either dimension, fixed or fresh signs.
 
-A line is a row of the operand: a column of x where its rows are contracted, else a row of x. A thread holds a whole
-group of a line in its registers, so that no stage of the butterfly needs another thread. `rotation.py` defines it.
+A line is a row of the operand: a column of x where its rows are contracted, else a row of x. A group is cut into eight
+parts of neighbours. Along a part the butterfly runs over a tuple, in registers; its last three stages run over the
+parts, three dimensions of two, which threads of one warp share. `rotation.py` defines the rotation.
 """
 
 import triton
 import triton.language as tl
 
 from nvfp4_train.precision.kernels.device import (
-    INTERPRETED,
     SIGN,
     SLOTS,
     larger,
+    magnitude_bits,
     rounded_to,
-    store_amax,
     to_float32,
 )
 from nvfp4_train.precision.kernels.stochastic import philox_rounds
@@ -22,48 +22,52 @@ FRESH = tl.constexpr(-2)  # in place of the bits of fixed signs
 
 
 @triton.jit
-def widened(x):
-    """FP32 copy of BF16 or FP32 numbers of which a thread has one: `to_float32` takes them in pairs."""
-    if INTERPRETED:
-        return to_float32(x)
-    else:
-        return x.to(tl.float32)
+def part_number():
+    """0 to 7 of eight parts, [2, 2, 2, 1]."""
+    i = tl.arange(0, 2)
+    return i[:, None, None, None] * 4 + i[None, :, None, None] * 2 + i[None, None, :, None]
 
 
 @triton.jit
-def load_group(x, columns, line, group, mask, AXIS: tl.constexpr, SIZE: tl.constexpr):
-    """A group of SIZE numbers of each line, FP32: a tuple of tensors, one for each place in the group."""
+def load_group(x, columns, line, group, AXIS: tl.constexpr, SIZE: tl.constexpr):
+    """A group of SIZE numbers of each line, FP32: of each place in a part a tensor [2, 2, 2, lines]."""
+    PART: tl.constexpr = SIZE // 8
+    first = (group * SIZE + part_number() * PART).to(tl.int64)
     values = ()
-    if AXIS == 0:
-        base = x + group.to(tl.int64) * SIZE * columns
-        for i in tl.static_range(SIZE):
-            values = values + (widened(tl.load(base + (i * columns + line), mask=mask, other=0.0)),)
+    if AXIS == 0 or PART < 8:
+        step = columns if AXIS == 0 else 1
+        base = x + (first * columns + line if AXIS == 0 else line.to(tl.int64) * columns + first)
+        for i in tl.static_range(PART):
+            values = values + (to_float32(tl.load(base + i * step)),)
     else:
-        base = x + line.to(tl.int64)[:, None] * columns + (group * SIZE + tl.arange(0, 8)[None, :])
-        for i in tl.static_range(0, SIZE, 8):
-            values = values + apart(to_float32(tl.load(base + i, mask=mask[:, None], other=0.0)))
+        base = x + (line.to(tl.int64) * columns + first)[:, :, :, :, None] + tl.arange(0, 8)
+        for i in tl.static_range(0, PART, 8):
+            values = values + apart(to_float32(tl.load(base + i)))
     return values
 
 
 @triton.jit
-def store_group(out, values, columns, line, group, mask, AXIS: tl.constexpr, SIZE: tl.constexpr):
+def store_group(out, values, columns, line, group, AXIS: tl.constexpr, SIZE: tl.constexpr):
     """The reverse of `load_group`, for numbers of `out`'s type."""
-    if AXIS == 0:
-        base = out + group.to(tl.int64) * SIZE * columns
-        for i in tl.static_range(SIZE):
-            tl.store(base + (i * columns + line), values[i], mask=mask)
+    PART: tl.constexpr = SIZE // 8
+    first = (group * SIZE + part_number() * PART).to(tl.int64)
+    if AXIS == 0 or PART < 8:
+        step = columns if AXIS == 0 else 1
+        base = out + (first * columns + line if AXIS == 0 else line.to(tl.int64) * columns + first)
+        for i in tl.static_range(PART):
+            tl.store(base + i * step, values[i])
     else:
-        base = out + line.to(tl.int64)[:, None] * columns + (group * SIZE + tl.arange(0, 8)[None, :])
-        for i in tl.static_range(0, SIZE, 8):
+        base = out + (line.to(tl.int64) * columns + first)[:, :, :, :, None] + tl.arange(0, 8)
+        for i in tl.static_range(0, PART, 8):
             even = tl.join(tl.join(values[i], values[i + 4]), tl.join(values[i + 2], values[i + 6]))
             odd = tl.join(tl.join(values[i + 1], values[i + 5]), tl.join(values[i + 3], values[i + 7]))
-            tl.store(base + i, tl.reshape(tl.join(even, odd), (line.shape[0], 8)), mask=mask[:, None])
+            tl.store(base + i, tl.reshape(tl.join(even, odd), (2, 2, 2, line.shape[3], 8)))
 
 
 @triton.jit
 def apart(x):
-    """The eight columns of [R, 8]."""
-    even, odd = tl.split(tl.reshape(x, (x.shape[0], 2, 2, 2)))
+    """The eight tensors [2, 2, 2, R] of [2, 2, 2, R, 8]."""
+    even, odd = tl.split(tl.reshape(x, (2, 2, 2, x.shape[3], 2, 2, 2)))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
     a0, a4 = tl.split(x0)
@@ -74,71 +78,88 @@ def apart(x):
 
 
 @triton.jit
-def fresh_signs(key):
-    """128 random bits as four words: those of `key` at counter words (0, 0, 1, 0), whose first round is written out."""
-    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    return philox_rounds(k0, k1, k0, k0 * 0 + 0xCD9E8D57, k1, k1 * 0)
+def sign_words(sign_key, SIGNS: tl.constexpr):
+    """Signs of a group as the bits of four words, 1 for minus: SIGNS repeated, or if FRESH those of the key
+    at `sign_key`, at counter words (0, 0, 1, 0), whose first round is written out.
+    """
+    if SIGNS == FRESH:
+        key = tl.load(sign_key)
+        k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+        return philox_rounds(k0, k1, k0, k0 * 0 + 0xCD9E8D57, k1, k1 * 0)
+    else:
+        word = tl.full((), SIGNS * 65537, tl.uint32)
+        return word, word, word, word
 
 
 @triton.jit
-def rotated_group(values, sign_key, SIGNS: tl.constexpr, STAGES: tl.constexpr, SCALE: tl.constexpr):
-    """2^STAGES numbers times diag(sign) * SCALE * H, FP32; Sylvester's H by butterflies in a fixed order.
-
-    Bit i of SIGNS is set where fixed sign i of 16 is -1; FRESH signs are drawn under the key at `sign_key`.
+def across_parts(x, AXIS: tl.constexpr):
+    """The butterfly's stage that runs over one of the dimensions of parts: the first half adds the second to itself,
+    which is subtracted from the first.
     """
+    own = x.to(tl.int32, bitcast=True)
+    other = tl.xor_sum(own, AXIS, keep_dims=True) ^ own
+    second = (part_number() >> (2 - AXIS)) & 1
+    return other.to(tl.float32, bitcast=True) + (own ^ (second << 31)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rotated_group(values, words, STAGES: tl.constexpr, SCALE: tl.constexpr):
+    """2^STAGES numbers times diag(sign) * SCALE * H, FP32; Sylvester's H by butterflies in a fixed order."""
+    PART: tl.constexpr = 1 << (STAGES - 3)
+    first = part_number() * PART
+    word = tl.where(first < 64, tl.where(first < 32, words[0], words[1]), tl.where(first < 96, words[2], words[3]))
+    word = word >> (first % 32).to(tl.uint32)
+    scale = ((first * 0).to(tl.float32) + SCALE).to(tl.int32, bitcast=True)
     mixed = ()
-    if SIGNS == FRESH:
-        words = fresh_signs(tl.load(sign_key))
-        scale = (words[0] * 0).to(tl.float32) + SCALE
-        for i in tl.static_range(1 << STAGES):
-            sign = (words[i // 32] << (31 - i % 32)).to(tl.int32, bitcast=True) & SIGN
-            mixed = mixed + (values[i] * (scale.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True),)
-    else:
-        for i in tl.static_range(1 << STAGES):
-            mixed = mixed + (values[i] * ((1 - ((SIGNS >> (i % 16)) & 1) * 2) * SCALE),)
-    for stage in tl.static_range(STAGES):
+    for i in tl.static_range(PART):
+        sign = (word << (31 - i)).to(tl.int32, bitcast=True) & SIGN
+        mixed = mixed + (values[i] * (scale | sign).to(tl.float32, bitcast=True),)
+    for stage in tl.static_range(STAGES - 3):
         before = mixed
         mixed = ()
-        for i in tl.static_range(1 << STAGES):
+        for i in tl.static_range(PART):
             if (i >> stage) & 1 == 0:
                 mixed = mixed + (before[i] + before[i + (1 << stage)],)
             else:
                 mixed = mixed + (before[i - (1 << stage)] - before[i],)
-    return mixed
+    met = ()
+    for i in tl.static_range(PART):
+        met = met + (across_parts(across_parts(across_parts(mixed[i], 2), 1), 0),)
+    return met
 
 
 @triton.jit(do_not_specialize=["sign_key"])
 def rotate_kernel(
     x, decode, out, amax, sign_key, lines, groups, columns, AXIS: tl.constexpr, STAGES: tl.constexpr,
-    SCALE: tl.constexpr, SIGNS: tl.constexpr, DECODED: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE: tl.constexpr, SIGNS: tl.constexpr, DECODED: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotated x, rounded to `out`'s type, and slots of its largest magnitude. SLOTS programs share the groups.
+    """Rotated x, rounded to `out`'s type; its largest magnitude goes into the slots `amax`, which begin with zeros.
 
-    DECODED: x are values whose tensor scale lies at `decode`. The key of fresh signs lies at `sign_key`.
+    DECODED: x are values whose tensor scale lies at `decode`. The key of fresh signs lies at `sign_key`. RAGGED: the
+    last program has less than BLOCK lines.
     """
     SIZE: tl.constexpr = 1 << STAGES
-    largest = tl.zeros((BLOCK,), tl.float32)
-    across = tl.cdiv(lines, BLOCK)
-    tile = tl.program_id(0)
-    while tile < groups * across:
-        if AXIS == 0:
-            block, group = tile % across, tile // across
-        else:
-            block, group = tile // groups, tile % groups
-        line = block * BLOCK + tl.arange(0, BLOCK)
-        mask = line < lines
-        values = load_group(x, columns, line, group, mask, AXIS, SIZE)
-        if DECODED:
-            scale, decoded = tl.load(decode), ()
-            for i in tl.static_range(SIZE):
-                decoded = decoded + (values[i] * scale,)
-            values = decoded
-        values = rotated_group(values, sign_key, SIGNS, STAGES, SCALE)
-        rounded = ()
-        for i in tl.static_range(SIZE):
-            largest = larger(largest, values[i])
-            rounded = rounded + (rounded_to(values[i], out.dtype.element_ty),)
-        store_group(out, rounded, columns, line, group, mask, AXIS, SIZE)
-        tile += SLOTS
+    if AXIS == 0:
+        across = tl.cdiv(lines, BLOCK)
+        block, group = tl.program_id(0) % across, tl.program_id(0) // across
+    else:
+        block, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    line = block * BLOCK + tl.arange(0, BLOCK)[None, None, None, :]
+    if RAGGED:  # the last line more than once, rather than a mask for every number
+        line = tl.minimum(line, lines - 1)
+    values = load_group(x, columns, line, group, AXIS, SIZE)
+    if DECODED:
+        scale, decoded = tl.load(decode), ()
+        for i in tl.static_range(SIZE // 8):
+            decoded = decoded + (values[i] * scale,)
+        values = decoded
+    values = rotated_group(values, sign_words(sign_key, SIGNS), STAGES, SCALE)
+    largest, rounded = values[0], ()
+    for i in tl.static_range(SIZE // 8):
+        largest = larger(largest, values[i])
+        rounded = rounded + (rounded_to(values[i], out.dtype.element_ty),)
+    store_group(out, rounded, columns, line, group, AXIS, SIZE)
     # Rounding the largest is rounding all: it keeps the order.
-    store_amax(amax, to_float32(rounded_to(largest, out.dtype.element_ty)))
+    bits = magnitude_bits(to_float32(rounded_to(largest, out.dtype.element_ty)))
+    tl.atomic_max(amax + tl.program_id(0) % SLOTS, tl.max(tl.ravel(bits), 0), sem="relaxed")
