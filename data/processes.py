@@ -2,7 +2,7 @@
 
 Where there are many parts, a process makes one after another by itself: no process waits for another. A part that is
 larger than a process's share of the work is read and written by the process that was started, and all the others
-tokenize batches of it. Both give the same part.
+tokenize batches of it; but for bytes, which are made in less time than they are sent. Both give the same part.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
@@ -29,7 +30,7 @@ from data.parts import Advance, Part, PartInfo, build_part
 from data.progress import Progress
 from data.readers import LARGEST_DOCUMENT
 from data.sources import Source
-from data.tokenizers import load_tokenizer
+from data.tokenizers import BYTE, load_tokenizer
 
 BYTES_A_PROCESS = 1 << 23  # of files: less is done before another process has started
 BATCHES_A_PROCESS = 2  # under way: one being tokenized, one waiting
@@ -37,11 +38,10 @@ BATCHES_A_PROCESS = 2  # under way: one being tokenized, one waiting
 
 def number_of_processes(config: DataConfig, parts: Sequence[Part]) -> int:
     """`data.processes`, or one a core where there is enough to do (a data set of the hub has no size)."""
-    if config.processes:
-        return config.processes
     size = sum(part.size for part in parts)
     worthwhile = [] if size == 0 else [max(1, size // BYTES_A_PROCESS)]
-    return min([len(os.sched_getaffinity(0)), *worthwhile])
+    count = config.processes or min([len(os.sched_getaffinity(0)), *worthwhile])
+    return min(count, len(parts)) if config.tokenizer == BYTE else count
 
 
 def build_parts(source: Source, parts: Sequence[Part], config: DataConfig, progress: Progress) -> Iterator[PartInfo]:
@@ -91,7 +91,7 @@ class _Processes:
 
     def build(self, parts: Sequence[Part]) -> Iterator[PartInfo]:
         """As `build_parts`."""
-        alone, together = divide(parts, len(self._workers))
+        alone, together = divide(parts, 1 if self._config.tokenizer == BYTE else len(self._workers))
         try:
             made = {part: self._build_together(part) for part in together}
             asked = {self._threads.submit(self._ask, part): part for part in alone}
@@ -163,15 +163,17 @@ class _Worker:
     def __init__(self, source: Source, config: DataConfig) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would inherit the threads of torch and of the tokenizer
         self._pipe, theirs = context.Pipe()
+        self._sending = threading.Lock()  # a message takes several writes
         self._process = context.Process(target=_serve, args=(theirs, source, config), daemon=True)
-        with _without_main():
+        with _without_main(), _without_interrupts():
             self._process.start()
         theirs.close()
 
     def ask(self, question: Part | Batch, advance: Advance) -> Any:
         """What it makes of it; what it raises is raised here. Raises _Killed where it ends instead."""
         try:
-            self._pipe.send(question)
+            with self._sending:
+                self._pipe.send(question)
             while isinstance(answer := self._pipe.recv(), int):
                 advance(answer)
         except (EOFError, ConnectionError) as error:
@@ -181,8 +183,8 @@ class _Worker:
         return answer
 
     def stop(self) -> None:
-        """Tells it to end, whatever it is at."""
-        with suppress(ConnectionError):
+        """Tells it to end, whatever it is at, while another thread may be asking it."""
+        with suppress(ConnectionError), self._sending:
             self._pipe.send(None)
 
     def join(self) -> None:
@@ -202,9 +204,20 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes that are started in here never hear of Ctrl-C, which a terminal tells all of them: the one that was
+    started decides, and hears of it afterwards."""
+    resource_tracker.ensure_running()  # its start would unblock the signal
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
 def _serve(pipe: Connection, source: Source, config: DataConfig) -> None:
     """A worker's whole life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells every process; the one that was started decides
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores
     tokenizer = load_tokenizer(config.tokenizer)
     encode = partial(encode_batch, tokenizer)

@@ -87,7 +87,7 @@ def described(error: BaseException) -> str:
     if isinstance(error, USER_MISTAKES):
         return f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted before there was anything to save"
+        return str(error) or "interrupted before there was anything to save"
     return f"failed: {type(error).__name__}: {error}"
 
 

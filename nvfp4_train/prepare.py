@@ -29,12 +29,14 @@ def _prepare(config: RunConfig) -> None:
             raise ConfigError("tokenizer.train and shard: train the tokenizer first, then let the shards use it.")
         data = replace(data, tokenizer=str(train_tokenizer(data, config.tokenizer, _say)))
     shard = None if config.shard is None else Shard.parse(config.shard)
-    for source in sources:
-        settings = data.of_source(source)
-        if shard is None:
-            _print(prepare(settings, say=_say))
-        elif (corpus := prepare_shard(settings, shard, say=_say)) is not None:
-            _print(corpus)
+    try:
+        for source in sources:
+            settings = data.of_source(source)
+            corpus = prepare(settings, say=_say) if shard is None else prepare_shard(settings, shard, say=_say)
+            if corpus is not None:
+                _print(corpus)
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt("interrupted; what is whole is kept: the same command goes on from there") from error
 
 
 def _say(line: str) -> None:

@@ -103,6 +103,17 @@ def test_the_command_trains_and_prepares(
     assert "shard=3/2: wanted i/n" in capsys.readouterr().err
 
 
+def test_a_preparation_that_is_interrupted_says_what_becomes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("data.prepare.prepare", interrupt)
+    assert main([f"data.path={tmp_path}"]) == 75
+    assert capsys.readouterr().err == "interrupted; what is whole is kept: the same command goes on from there\n"
+
+
 def test_sentencepiece(tmp_path: Path, make_config: MakeConfig) -> None:
     import sentencepiece
 
