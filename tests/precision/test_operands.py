@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -23,6 +24,20 @@ def test_a_start_names_operands_without_a_kernel() -> None:
     assert without_kernel([precision("nvfp4_four_over_six", "weight_tile=[1,16]")], 128) == [
         "no kernel quantizes dgrad weight to this nvfp4: PyTorch's own operations do, same bits, slower"
     ]
+
+
+def test_an_ampere_card_makes_fp8_blocks_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not know E4M3: the kernel would not compile, and PyTorch's operations say so instead."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    launch._converts_to_e4m3.cache_clear()
+    try:
+        assert not without_kernel([precision("nvfp4")], 128)
+        [line] = without_kernel([precision("fp8_block")], 128)
+    finally:
+        launch._converts_to_e4m3.cache_clear()
+    assert line.startswith("no kernel quantizes fprop input, fprop weight, ")
+    assert "to this fp8_block: PyTorch's own operations do, same bits, slower" in line
 
 
 def test_tokens_that_are_no_whole_blocks_are_said_at_start() -> None:

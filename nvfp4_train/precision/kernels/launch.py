@@ -7,6 +7,7 @@ never falls back from them. Nothing here waits for the GPU: scales and amaxes st
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,9 +27,10 @@ _TENSOR_FORMATS = ("fp8_current", "fp8_delayed")
 def known(spec: QuantSpec, axis: int) -> bool:
     """Whether there are kernels for operands contracted over `axis` by this spec.
 
-    There are none for four over six and row scaling along the rows of x.
+    There are none for four over six and row scaling along the rows of x, and none for blocks of E4M3 on a card that
+    does not convert to it.
     """
-    if spec.format == "bf16":
+    if spec.format == "bf16" or (spec.format == "fp8_block" and not _converts_to_e4m3()):
         return False
     if spec.rotation:
         return bool(spec.correction) or known(_unrotated(spec), axis)
@@ -37,6 +39,12 @@ def known(spec: QuantSpec, axis: int) -> bool:
     if spec.four_over_six:
         return axis == 1 or _square(spec)
     return not (_square(spec) and spec.rounding == "stochastic")
+
+
+@cache
+def _converts_to_e4m3() -> bool:
+    """Whether the card at hand has the instruction, as from Ada on. Without a card: the interpreter does."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
 def multiples(spec: QuantSpec, axis: int) -> tuple[int, int]:
