@@ -54,7 +54,7 @@ class HubDataset:
                 raise self._unreachable(error) from error
 
     def _unreachable(self, error: Exception) -> DataError:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = _reason(error)
         return DataError(
             f"data.path: {self} can't be read from the hub: {reason}. Check its name and the network; on a machine "
             f"without one, download it elsewhere (`hf download --repo-type dataset {self.name}`) and give the folder "
@@ -64,6 +64,10 @@ class HubDataset:
     def __str__(self) -> str:
         subset, revision = f":{self.subset}" if self.subset else "", f"@{self.revision}" if self.revision else ""
         return f"{HUB}{self.name}{subset}{revision}"
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def is_hub(path: str) -> bool:
@@ -92,7 +96,7 @@ def download_tokenizer(name: str) -> Path:
     try:
         return Path(hf_hub_download(model, "tokenizer.json", revision=revision or None))
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = _reason(error)
         raise DataError(
             f"data.tokenizer: the tokenizer.json of {name} is neither in the cache nor within reach: {reason}. Check "
             f"name and network; on a machine without one, copy it from another (`hf download {model} tokenizer.json`) "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,9 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for line in inspect(arguments.run, arguments.step, arguments.sample):
             print(line)
+        sys.stdout.flush()
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

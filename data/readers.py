@@ -192,7 +192,9 @@ def read_indexed(source: Source, file: SourceFile, text_field: str) -> Iterator[
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         try:
-            stored = IndexedDataset(str(file.path.with_suffix("")))
+            stored = IndexedDataset.__new__(IndexedDataset)
+            stored.bin_reader = stored.index = None  # its destructor would miss them where the next line fails
+            stored.__init__(str(file.path.with_suffix("")))
         except (AssertionError, ValueError, KeyError) as error:
             index = file.path.with_suffix(".idx")
             raise DataError(f"{index} is no index of Megatron's ({error}). Copy both files again.") from error

@@ -52,6 +52,8 @@ class SourceFile:
         try:
             with self.path.open("rb") as stream:
                 return hashlib.file_digest(stream, "sha256").hexdigest()
+        except FileNotFoundError as error:
+            raise DataError(f"{self.path} is gone since it was listed. Prepare it once nothing changes it.") from error
         except OSError as error:
             raise _unreadable(self.path, error) from error
 

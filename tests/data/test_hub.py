@@ -97,11 +97,11 @@ def test_out_of_reach_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     def offline(*_: Any, **__: Any) -> NoReturn:
-        raise ConnectionError("Couldn't reach 'org/name' on the Hub (offline)")
+        raise ConnectionError("Couldn't reach 'org/name' on the Hub (offline).")
 
     monkeypatch.setattr(datasets, "load_dataset_builder", offline)
     with pytest.raises(
-        DataError, match=r"hub:org/name can't be read .*offline.*hf download --repo-type dataset org/name"
+        DataError, match=r"hub:org/name can't be read .*\(offline\)\. Check.*hf download --repo-type dataset org/name"
     ):
         find_source("hub:org/name")
 

@@ -331,6 +331,9 @@ def test_a_long_line_of_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pyte
         done += one.text
 
 
+@pytest.mark.filterwarnings(
+    "error::pytest.PytestUnraisableExceptionWarning"
+)  # nothing on the screen beside the message
 @pytest.mark.parametrize("given", ["a.idx", "a.bin", "a", "."])
 def test_binaries_of_megatron(tmp_path: Path, given: str) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

@@ -113,6 +113,9 @@ def test_a_file_changed_while_read_is_noticed(tmp_path: Path) -> None:
     file.write_text("four")
     with pytest.raises(DataError, match=r"a\.txt was changed while it was being read"):
         check_unchanged(source.files)
+    file.unlink()
+    with pytest.raises(DataError, match=r"a\.txt is gone since it was listed"):
+        source.files[0].sha256()
 
 
 def test_missing_path(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,9 @@ def test_any_step_is_shown_as_text(
         assert ("--- sample 0: letters, epoch 1, row 0" in shown) == (step == 1)
         assert ("aaaa" in shown) == (step == 1)
         assert "--- end of document" in shown or "--- next document" in shown
+    command = f"{sys.executable} -m data.inspect {run} --step 1 | true; exit ${{PIPESTATUS[0]}}"
+    unread = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (unread.returncode, unread.stderr) == (0, "")  # as `head` leaves it
     datasets = open_record(read_record(run))
     assert batch_hash([datasets[i]["tokens"] for i in range(4)]) == metrics_of(config)[0]["data/hash"]
     for options, words in (
