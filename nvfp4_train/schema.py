@@ -221,7 +221,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys at which two configurations of one class differ, each with (old, new); lists are compared whole."""
+    """Dotted keys at which two configurations of one class differ, each with (old, new). Lists of as many
+    mappings are compared one by one (`data.sources[1].path`), others whole."""
     return dict(_differences(to_mapping(old), to_mapping(new), ""))
 
 
@@ -229,5 +230,12 @@ def _differences(old: Any, new: Any, path: str) -> Iterable[tuple[str, tuple[Any
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in dict.fromkeys([*old, *new]):
             yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+    elif _are_mappings(old) and _are_mappings(new) and len(old) == len(new):
+        for i, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(one, other, f"{path}[{i}]")
     elif old != new or type(old) is not type(new):
         yield path, (old, new)
+
+
+def _are_mappings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from data.config import SourceConfig
 from nvfp4_train.checkpoints.files import CheckpointError
 from nvfp4_train.compose import compose
 from nvfp4_train.config import RunConfig
@@ -89,6 +90,15 @@ def test_all_keys_that_differ_are_named_at_once(base: RunConfig, tmp_path: Path)
     checkpoint(run, 10)
     message = refused(base, run_dir=str(run), seed=2, steps=30, **{"optimizer.clip": 2.0})
     assert all(key in message for key in ("seed: 1 there, 2 here", "steps: 20 there, 30 here", "optimizer.clip"))
+
+
+def test_of_a_list_the_item_that_differs_is_named(base: RunConfig, tmp_path: Path) -> None:
+    """Of the whole list only the beginning would be shown, which is the same."""
+    run, web = tmp_path / "run", SourceConfig("web", "w" * 200)
+    start(base, run_dir=str(run), **{"data.path": None, "data.sources": (web, SourceConfig("code", "c"))})
+    checkpoint(run, 10)
+    message = refused(base, run_dir=str(run), **{"data.path": None, "data.sources": (web, SourceConfig("code", "d"))})
+    assert "\n  data.sources[1].path: 'c' there, 'd' here\n" in message
 
 
 def test_a_run_that_came_to_no_step_may_be_mended(base: RunConfig, tmp_path: Path) -> None:
