@@ -78,7 +78,7 @@ class RollCall(RendezvousHandler):
 
     Args:
         store: from `open_store`.
-        place: of this node.
+        place: of this node; its port is that of `store`.
         name: of this node, for what is said.
     """
 
@@ -105,9 +105,9 @@ class RollCall(RendezvousHandler):
             if time.monotonic() > deadline:
                 raise ConfigError(self._missing())
             time.sleep(_POLL)
-        store = PrefixStore(f"round {self._round}", self._store)
-        address = RendezvousStoreInfo.build(place.rank, store, place.host)
-        return RendezvousInfo(store, place.rank, place.nodes, address)
+        # Processes meet at this store too: a port of their own, free a moment ago, may be taken before they open it.
+        address = RendezvousStoreInfo(place.host, place.port)
+        return RendezvousInfo(PrefixStore(f"round {self._round}", self._store), place.rank, place.nodes, address)
 
     def _key(self, what: str, rank: int | None = None) -> str:
         return f"{self._round} {what}" + ("" if rank is None else f" {rank}")
@@ -163,6 +163,11 @@ class RollCall(RendezvousHandler):
         return True
 
     # ---- the rest of torch's interface
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Processes are told that the store is served, see `next_rendezvous`."""
+        return True
 
     def get_backend(self) -> str:
         """Name of this kind of rendezvous."""

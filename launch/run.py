@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from nvfp4_train.config import ConfigError
@@ -118,7 +118,8 @@ def launch(options: Options) -> int:
     if processes > 1:  # as torchrun does: processes share the cores
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     place = Place(options.node_rank, options.nodes, options.host, options.port, options.wait)
-    calls = RollCall(open_store(place), place, socket.gethostname())
+    store = open_store(place)  # which takes any free port for port 0
+    calls = RollCall(store, replace(place, port=store.port), socket.gethostname())
     interval = 0.1 if options.nodes == 1 else 1.0  # each look of each node is a question to node 0
     try:
         with tempfile.TemporaryDirectory(prefix="launch-") as logs:

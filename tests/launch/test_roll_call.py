@@ -25,8 +25,9 @@ def test_all_come_under_their_own_ranks_and_agree_on_an_address() -> None:
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(RollCall.next_rendezvous, nodes))
     assert [(info.rank, info.world_size) for info in found] == [(0, 3), (1, 3), (2, 3)]
-    assert {info.bootstrap_store_info.master_addr for info in found} == {"localhost"}
-    assert len({info.bootstrap_store_info.master_port for info in found}) == 1
+    addresses = {(info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) for info in found}
+    assert addresses == {("localhost", 29500)}, "where the nodes met: no port that may be taken meanwhile"
+    assert all(call.use_agent_store for call in nodes)
     assert [call.num_nodes_waiting() for call in nodes] == [0, 0, 0]
 
 
