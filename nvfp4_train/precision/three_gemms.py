@@ -194,9 +194,13 @@ class ThreeGemms:
     def _quantize(self, source: Tensor | Factor, gemm_name: str, kind: str, axis: int, call: Call) -> Factor:
         """A tensor, or what a factor decodes to, as the factor of a GEMM that contracts it over `axis`."""
         operand = self._operand(gemm_name, kind, call)
-        x, decode = (source, None) if isinstance(source, Tensor) else source.to_decode()
-        if decode is not None and (call.sampled or operand.format == "bf16"):
-            x, decode = x.float() * decode, None
+        decode = None
+        if isinstance(source, Tensor):
+            x = source
+        elif call.sampled or operand.format == "bf16":
+            x = source.decoded()
+        else:
+            x, decode = source.to_decode()
         if operand.format == "bf16":
             rounded = x.bfloat16()
             return Factor(rounded.float() if x.is_cpu else rounded, None, "bf16")

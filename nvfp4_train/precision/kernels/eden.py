@@ -16,24 +16,10 @@ from nvfp4_train.precision.kernels.device import (
     to_float32,
     with_sign,
 )
-from nvfp4_train.precision.kernels.rows import largest_of, load_rows
+from nvfp4_train.precision.kernels.rows import eight_apart, largest_of, load_rows
 from nvfp4_train.precision.kernels.stochastic import element_words, place
 
 V, TOP = tl.constexpr(eden.V), tl.constexpr(eden.TOP)
-
-
-@triton.jit
-def eight(x):
-    """The eight tensors that make up the last dimension."""
-    x = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], 2, 2, 2))
-    even, odd = tl.split(x)
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    a0, a4 = tl.split(x0)
-    a2, a6 = tl.split(x2)
-    a1, a5 = tl.split(x1)
-    a3, a7 = tl.split(x3)
-    return a0, a1, a2, a3, a4, a5, a6, a7
 
 
 @triton.jit
@@ -43,7 +29,7 @@ def sum_in_order(x):
     A thread holds at most half a row; so it first adds its half from zero, takes over what the thread before it came
     to, and adds its half again on top.
     """
-    parts = eight(tl.reshape(x, (x.shape[0], x.shape[1], 2, 8)))
+    parts = eight_apart(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2, 2, 2)))
     half = tl.arange(0, 2)[None, None, :]
     total = parts[0]
     for i in tl.static_range(1, 8):

@@ -20,6 +20,8 @@ from nvfp4_train.precision.kernels.device import (
 from nvfp4_train.precision.kernels.rows import largest_across
 
 TOP = tl.constexpr(256.0 * 6.0)
+MSE, MAE = tl.constexpr(1), tl.constexpr(2)
+MEASURES = {None: 0, "mse": MSE.value, "mae": MAE.value}  # how kernels are told `QuantSpec.four_over_six`
 
 
 @triton.jit

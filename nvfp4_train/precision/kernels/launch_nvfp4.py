@@ -20,12 +20,12 @@ from nvfp4_train.precision.kernels.buffers import (
     slots,
     whole_shape,
 )
+from nvfp4_train.precision.kernels.four_over_six import MEASURES
 from nvfp4_train.precision.kernels.launcher import launch
 from nvfp4_train.precision.rounding import Key
 from nvfp4_train.precision.shards import Shard, take_largest
 
 TILE = 16
-_MEASURES = {None: 0, "mse": nvfp4.MSE.value, "mae": nvfp4.MAE.value}
 # By what was fastest on an H200 at 8192 x 2048 to 8192 x 20480; tests/benchmarks/results/gpu.md.
 _AMAX = Shape(512, 4)
 _VALUES = Shape(256, 2)
@@ -56,7 +56,7 @@ def rows_and_columns(
         (x, amax, *outs, scales, *block_tables(x, shard), *keys_there((row_key, column_key), stochastic, x)),
         (
             width, *whole_shape(x, shard), rows is not None, columns is not None, *stochastic,
-            _MEASURES[None if rows is None else rows.four_over_six], signs, shard.split, width % _VALUES.block == 0,
+            MEASURES[None if rows is None else rows.four_over_six], signs, shard.split, width % _VALUES.block == 0,
             *_VALUES,
         ),
         num_warps=_VALUES.warps, maxnreg=_REGISTERS, **EXACT,
@@ -73,7 +73,7 @@ def square(w: Tensor, spec: QuantSpec, shard: Shard) -> Made:
     grid = w.shape[0] // TILE, triton.cdiv(w.shape[1], shape.block)
     if spec.four_over_six:
         nvfp4.square_four_over_six_kernel[grid](
-            w, amax, out, scales, w.shape[1], _MEASURES[spec.four_over_six], shape.block, num_warps=shape.warps, **EXACT
+            w, amax, out, scales, w.shape[1], MEASURES[spec.four_over_six], shape.block, num_warps=shape.warps, **EXACT
         )
     else:
         nvfp4.square_values_kernel[grid](w, amax, out, scales, w.shape[1], shape.block, num_warps=shape.warps, **EXACT)

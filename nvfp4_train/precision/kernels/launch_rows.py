@@ -9,6 +9,7 @@ from torch import Tensor
 from nvfp4_train.precision.config import QuantSpec
 from nvfp4_train.precision.kernels import row_scaled
 from nvfp4_train.precision.kernels.buffers import EXACT, Made, Shape
+from nvfp4_train.precision.kernels.four_over_six import MEASURES
 from nvfp4_train.precision.shards import Shard, take_largest
 
 _AMAX = Shape(512, 4)
@@ -25,7 +26,7 @@ def row_scaled_rows(x: Tensor, spec: QuantSpec, shard: Shard) -> Made:
     row_scaled.row_amax_kernel[(groups,)](x, amax, width, _AMAX.block, num_warps=_AMAX.warps, **EXACT)
     take_largest(amax, [shard.columns])
     row_scaled.row_scaled_kernel[(groups, triton.cdiv(width, _VALUES.block))](
-        x, amax, out, scales, width, spec.four_over_six is not None, spec.four_over_six == "mae", _VALUES.block,
+        x, amax, out, scales, width, MEASURES[spec.four_over_six], _VALUES.block,
         num_warps=_VALUES.warps, **EXACT,
     )  # fmt: skip
     return Made(out, scales, amax.view(torch.float32))

@@ -25,8 +25,8 @@ from nvfp4_train.precision.kernels.device import (
     tensor_scales,
     to_float32,
 )
+from nvfp4_train.precision.kernels.four_over_six import MAE, better_elements, ordinary
 from nvfp4_train.precision.kernels.four_over_six import TOP as SIX_TOP
-from nvfp4_train.precision.kernels.four_over_six import better_elements, ordinary
 from nvfp4_train.precision.kernels.rows import (
     largest_across,
     largest_of,
@@ -47,8 +47,6 @@ from nvfp4_train.precision.kernels.stochastic import (
     words_across,
 )
 
-# Measures of four over six.
-MSE, MAE = tl.constexpr(1), tl.constexpr(2)
 # Largest product of a block scale and an element.
 TOP = tl.constexpr(448.0 * 6.0)
 
@@ -164,29 +162,11 @@ def row_values(
 
 @triton.jit(do_not_specialize=["row_key", "column_key"])
 def values_kernel(
-    x,
-    amax,
-    row_out,
-    column_out,
-    scales,
-    row_blocks,
-    column_blocks,
-    row_key,
-    column_key,
-    columns,
-    whole_rows,
-    whole_columns,
-    ROW: tl.constexpr,
-    COLUMN: tl.constexpr,
-    ROW_STOCHASTIC: tl.constexpr,
-    COLUMN_STOCHASTIC: tl.constexpr,
-    MEASURE: tl.constexpr,
-    SIGNS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    FULL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-):
+    x, amax, row_out, column_out, scales, row_blocks, column_blocks, row_key, column_key, columns, whole_rows,
+    whole_columns, ROW: tl.constexpr, COLUMN: tl.constexpr, ROW_STOCHASTIC: tl.constexpr,
+    COLUMN_STOCHASTIC: tl.constexpr, MEASURE: tl.constexpr, SIGNS: tl.constexpr, SPLIT: tl.constexpr,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
     """Values (element * block scale) of x in blocks along columns, and of its rotated transpose in blocks along rows.
 
     `scales` takes s_dec and amax of the first, then of the second. The first follow four over six where MEASURE is

@@ -16,6 +16,7 @@ from nvfp4_train.precision.kernels.device import (
     rounded_to,
     to_float32,
 )
+from nvfp4_train.precision.kernels.rows import butterflies, eight_apart
 from nvfp4_train.precision.kernels.stochastic import philox_rounds
 
 FRESH = tl.constexpr(-2)  # in place of the bits of fixed signs
@@ -42,7 +43,8 @@ def load_group(x, columns, line, group, AXIS: tl.constexpr, SIZE: tl.constexpr):
     else:
         base = x + (line.to(tl.int64) * columns + first)[:, :, :, :, None] + tl.arange(0, 8)
         for i in tl.static_range(0, PART, 8):
-            values = values + apart(to_float32(tl.load(base + i)))
+            eight = to_float32(tl.load(base + i))
+            values = values + eight_apart(tl.reshape(eight, (2, 2, 2, line.shape[3], 2, 2, 2)))
     return values
 
 
@@ -62,19 +64,6 @@ def store_group(out, values, columns, line, group, AXIS: tl.constexpr, SIZE: tl.
             even = tl.join(tl.join(values[i], values[i + 4]), tl.join(values[i + 2], values[i + 6]))
             odd = tl.join(tl.join(values[i + 1], values[i + 5]), tl.join(values[i + 3], values[i + 7]))
             tl.store(base + i, tl.reshape(tl.join(even, odd), (2, 2, 2, line.shape[3], 8)))
-
-
-@triton.jit
-def apart(x):
-    """The eight tensors [2, 2, 2, R] of [2, 2, 2, R, 8]."""
-    even, odd = tl.split(tl.reshape(x, (2, 2, 2, x.shape[3], 2, 2, 2)))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    a0, a4 = tl.split(x0)
-    a2, a6 = tl.split(x2)
-    a1, a5 = tl.split(x1)
-    a3, a7 = tl.split(x3)
-    return a0, a1, a2, a3, a4, a5, a6, a7
 
 
 @triton.jit
@@ -114,14 +103,7 @@ def rotated_group(values, words, STAGES: tl.constexpr, SCALE: tl.constexpr):
     for i in tl.static_range(PART):
         sign = (word << (31 - i)).to(tl.int32, bitcast=True) & SIGN
         mixed = mixed + (values[i] * (scale | sign).to(tl.float32, bitcast=True),)
-    for stage in tl.static_range(STAGES - 3):
-        before = mixed
-        mixed = ()
-        for i in tl.static_range(PART):
-            if (i >> stage) & 1 == 0:
-                mixed = mixed + (before[i] + before[i + (1 << stage)],)
-            else:
-                mixed = mixed + (before[i - (1 << stage)] - before[i],)
+    mixed = butterflies(mixed, 0, STAGES - 3)
     met = ()
     for i in tl.static_range(PART):
         met = met + (across_parts(across_parts(across_parts(mixed[i], 2), 1), 0),)

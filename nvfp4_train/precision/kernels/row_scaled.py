@@ -6,7 +6,6 @@ One pass leaves the amax of each row, so that ranks that share the columns can t
 import triton
 import triton.language as tl
 
-from nvfp4_train.precision.kernels import four_over_six
 from nvfp4_train.precision.kernels.device import (
     block_scales,
     e2m1_nearest,
@@ -16,6 +15,7 @@ from nvfp4_train.precision.kernels.device import (
     tensor_scales,
     to_float32,
 )
+from nvfp4_train.precision.kernels.four_over_six import MAE, TOP, better_elements, ordinary
 from nvfp4_train.precision.kernels.rows import largest_across, load_blocks, store_half_blocks
 
 # Rows that a program takes at a time.
@@ -37,30 +37,28 @@ def row_amax_kernel(x, amax, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def row_scaled_kernel(
-    x, amax, out, scales, columns, FOUR_OVER_SIX: tl.constexpr, MAE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Values (element * block scale, BF16) of x; `scales` takes s_dec of each row."""
+def row_scaled_kernel(x, amax, out, scales, columns, MEASURE: tl.constexpr, BLOCK: tl.constexpr):
+    """Values (element * block scale, BF16) of x; `scales` takes s_dec of each row. MEASURE: as in `nvfp4.py`."""
     i = tl.arange(0, ROWS * (BLOCK // 16))
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + i // (BLOCK // 16)
     number = tl.program_id(1) * (BLOCK // 16) + i % (BLOCK // 16)
     bits = tl.load(amax + row)
-    encode, decode = tensor_scales(bits, four_over_six.TOP if FOUR_OVER_SIX else 2688.0)
+    encode, decode = tensor_scales(bits, TOP if MEASURE else 2688.0)
     tl.store(scales + row, decode, mask=number == 0)
     mask = number < columns // 16
     offset = row.to(tl.int64) * columns + number * 16
     blocks = load_blocks(x, offset, mask)
-    if FOUR_OVER_SIX:
+    if MEASURE:
         largest = bits.to(tl.float32, bitcast=True)
-        normal = tl.min(four_over_six.ordinary(largest).to(tl.int32), 0) == 1
-        scale, left, right = four_over_six.better_elements(blocks, encode, largest, normal, MAE, False)
+        normal = tl.min(ordinary(largest).to(tl.int32), 0) == 1
+        scale, left, right = better_elements(blocks, encode, largest, normal, MEASURE == MAE, False)
         elements = left, right
     else:
         scale, block_encode = block_scales(largest_across(blocks), encode)
         block_encode = tl.broadcast_to(block_encode[:, None], blocks[0].shape)
     scale = tl.broadcast_to(scale.to(tl.bfloat16)[:, None], blocks[0].shape)
     for half in tl.static_range(2):
-        if FOUR_OVER_SIX:
+        if MEASURE:
             values = signed_product(elements[half], blocks[half], scale, 6.0)
         else:
             values = e2m1_nearest(blocks[half], block_encode, scale)

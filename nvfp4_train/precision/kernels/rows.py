@@ -77,12 +77,32 @@ def rotated_rows(rows, signs: tl.constexpr, COUNT: tl.constexpr):
             b = b * ((1 - ((signs >> (i + 1)) & 1) * 2) * SCALE)
             total, difference = a + b, a - b
         mixed = mixed + (total, difference)
-    for stage in tl.static_range(1, 5 if COUNT == 32 else 4):
-        rows = mixed
+    return butterflies(mixed, 1, 5 if COUNT == 32 else 4)
+
+
+@triton.jit
+def butterflies(values, FIRST: tl.constexpr, END: tl.constexpr):
+    """Stages FIRST to END - 1 of Sylvester's H over 2^END tensors, without its scale."""
+    mixed = values
+    for stage in tl.static_range(FIRST, END):
+        before = mixed
         mixed = ()
-        for i in tl.static_range(COUNT):
+        for i in tl.static_range(1 << END):
             if (i >> stage) & 1 == 0:
-                mixed = mixed + (rows[i] + rows[i + (1 << stage)],)
+                mixed = mixed + (before[i] + before[i + (1 << stage)],)
             else:
-                mixed = mixed + (rows[i - (1 << stage)] - rows[i],)
+                mixed = mixed + (before[i - (1 << stage)] - before[i],)
     return mixed
+
+
+@triton.jit
+def eight_apart(x):
+    """The eight tensors of x [..., 2, 2, 2], in the order of its last three dimensions."""
+    even, odd = tl.split(x)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    a0, a4 = tl.split(x0)
+    a2, a6 = tl.split(x2)
+    a1, a5 = tl.split(x1)
+    a3, a7 = tl.split(x3)
+    return a0, a1, a2, a3, a4, a5, a6, a7
