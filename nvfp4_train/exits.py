@@ -39,7 +39,8 @@ class PeerEnded(Exception):
 
     Attributes:
         code: that this process ends with, the one of the rank that ended first.
-        found_here: whether this rank found out, so that nobody else will say it.
+        found_here: whether this rank must say it to its launcher: it alone found out, or the other one is a process of
+            another node.
     """
 
     def __init__(self, text: str, code: int, *, found_here: bool) -> None:
@@ -108,6 +109,12 @@ def leave_reason(text: str, code: int) -> None:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         with open(file, "x") as opened:
             json.dump({"message": reason}, opened)
+
+
+def on_this_node(rank: int) -> bool:
+    """Whether this process's launcher started that rank too, and so sees itself what becomes of it."""
+    first = int(os.environ.get("RANK", 0)) - int(os.environ.get("LOCAL_RANK", 0))
+    return first <= rank < first + int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def where() -> str:

@@ -29,7 +29,7 @@ from typing import Any
 
 from nvfp4_train import phase
 from nvfp4_train.config import ConfigError
-from nvfp4_train.exits import USER_MISTAKES, ExitCode, PeerEnded, code_of, leave_reason, where
+from nvfp4_train.exits import USER_MISTAKES, ExitCode, PeerEnded, code_of, leave_reason, on_this_node, where
 
 COME = 600.0  # seconds for all ranks to come: imports over a network file system are slow
 GRACE = 1.0  # seconds for a rank that waits to be freed by the broken connections of its collective
@@ -278,9 +278,9 @@ class Watch:
                 self._found(peer, f"{silence}; last heard of in {peer.phase}", True)
 
     def _found(self, peer: Peer, text: str, silent: bool) -> None:
-        """Another rank is lost. A launcher of its own host sees that itself, unless it is there and silent."""
+        """Another rank is lost."""
         if self.cause is None:
-            self._found_here = silent or peer.host != self._host
+            self._found_here = silent
         self._accept(Cause(peer.rank, peer.host, ExitCode.INTERNAL, text))
 
     def _accept(self, cause: Cause) -> None:
@@ -317,7 +317,7 @@ class Watch:
         if cause.rank == self.rank:
             return PeerEnded(f"given up by the others: this rank {cause.text}", cause.code, found_here=False)
         text = f"waited for rank {cause.rank} on {cause.host}, which {cause.text}"
-        return PeerEnded(text, cause.code, found_here=self._found_here)
+        return PeerEnded(text, cause.code, found_here=self._found_here or not on_this_node(cause.rank))
 
     def _close(self) -> None:
         for peer in self._peers:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from data.config import DataError
 from data.loading import Datasets
 from launch import agent
-from nvfp4_train import passes, phase, trainer
+from nvfp4_train import passes, phase, setup, trainer
 from nvfp4_train.checkpoints import state as checkpoint
 from nvfp4_train.checkpoints.writer import FileSystemWriterAsync
 from nvfp4_train.environment import environment_that_counts, versions
@@ -114,7 +114,7 @@ def bad_gradient() -> None:
 
 def struck(number: int) -> Callable[..., None]:
     """Sends this process a signal."""
-    return lambda *_: os.kill(os.getpid(), number)
+    return lambda *_, **__: os.kill(os.getpid(), number)
 
 
 def terminating(step: int, times: int) -> Callable[[], None]:
@@ -176,7 +176,10 @@ SCENARIOS: dict[str, Break] = {
     "rank 0 stopped": on(0, entering("forward of step 2", struck(signal.SIGSTOP))),
     "stopped when all is done": on(1, replaced(dist, "destroy_process_group", struck(signal.SIGSTOP))),
     "killed": on(1, entering("forward of step 2", struck(signal.SIGKILL))),
-    "interrupted at start": on(1, replaced(trainer, "build_quantized_model", lambda *_: os.kill(os.getpid(), 15))),
+    "interrupted at start": on(1, replaced(trainer, "build_quantized_model", struck(signal.SIGTERM))),
+    "interrupted in preparation": on(1, replaced(setup, "prepare", struck(signal.SIGTERM))),
+    "interrupted in a step": on(1, entering("backward of step 3", struck(signal.SIGTERM))),
+    "interrupted in evaluation": on(1, entering("evaluation after step 2", struck(signal.SIGTERM))),
 }
 
 

@@ -152,10 +152,22 @@ def test_a_rank_that_is_killed(played: Theatre) -> None:
     assert "Traceback" not in "".join(found.lines)
 
 
-def test_a_signal_to_one_rank_at_the_start_interrupts_all(played: Theatre) -> None:
-    found = played["interrupted at start"]
+@pytest.mark.parametrize("name", ["interrupted at start", "interrupted in preparation"])
+def test_a_signal_to_one_rank_at_the_start_interrupts_all(played: Theatre, name: str) -> None:
+    found = played[name]
     assert (found.code, found.left) == (ExitCode.INTERRUPTED, [])
     assert rank_lines(found, 1)[0].endswith("interrupted before there was anything to save")
+
+
+@pytest.mark.parametrize(("name", "step"), [("interrupted in a step", 3), ("interrupted in evaluation", 2)])
+def test_a_signal_to_one_rank_lets_all_finish_the_step_and_save_once(played: Theatre, name: str, step: int) -> None:
+    found = played[name]
+    assert (found.code, found.left) == (ExitCode.INTERRUPTED, [])
+    assert f"interrupted after step {step}, which is saved; the same command goes on from there" in found.lines
+    assert (found.folder / "run" / "checkpoints" / "latest").read_text() == f"step-{step:08d}\n"
+    for what in ("requested", "durable"):
+        assert sum(line.startswith(f"checkpoint step-{step:08d}: {what}") for line in found.lines) == 1
+    assert not any(f"step-{step + 1:08d}" in line for line in found.lines)
 
 
 def test_a_bad_gradient_on_one_rank_is_found_there_and_never_saved(played: Theatre) -> None:

@@ -35,12 +35,12 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> Overrides:
     return lambda run_dir: [*TINY, *data, *short, f"run_dir={run_dir}"]
 
 
-def start(command: list[str], output: Path, **variables: str) -> subprocess.Popen[bytes]:
-    """A process in the clone's root, with one thread a process and both outputs in a file."""
+def start(command: list[str], output: Path, folder: Path = ROOT, **variables: str) -> subprocess.Popen[bytes]:
+    """A process in a folder, by default the clone's root, with one thread a process and both outputs in a file."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment = {**kept, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **variables}
     with output.open("ab") as file:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
 def launcher(*arguments: str) -> list[str]:

@@ -1,10 +1,13 @@
-"""Real runs of two processes: plain torchrun, a crash with a restart, Slurm's script on two nodes of one machine."""
+"""Real runs of two processes: plain torchrun, a crash with a restart, Slurm's script on two nodes of one machine; and
+starts that can't be.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 from nvfp4_train.checkpoints.files import LATEST
 from nvfp4_train.exits import ExitCode
 from nvfp4_train.run_records import load_config
-from tests.launch.conftest import STEPS, Overrides, children, free_port, launcher, lines_of, start, wait_until
+from tests.launch.conftest import ROOT, STEPS, Overrides, children, free_port, launcher, lines_of, start, wait_until
 from tests.trainer.test_resume import assert_same_run
 
 pytestmark = pytest.mark.slow
@@ -85,6 +88,60 @@ def test_slurm_signals_saves_requeues_and_resumes(
     assert f"continues from step {step}" in said[second:]
     assert_equal_to(whole, run, [("fresh", 0), ("resume", step)])
     assert [path.name for path in tmp_path.iterdir() if (path / "metrics.jsonl").exists()] == ["run"]
+
+
+def test_two_nodes_under_plain_torchrun(
+    whole: Path, overrides: Overrides, tmp_path: Path, single_process: None
+) -> None:
+    run, outputs = tmp_path / "run", [tmp_path / "0", tmp_path / "1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    where = ["--master-addr", "localhost", "--master-port", str(free_port())]
+    nodes = [
+        start([*torchrun, *where, "--node-rank", str(rank), "-m", "nvfp4_train.train", *overrides(run)], output)
+        for rank, output in enumerate(outputs)
+    ]
+    for process, output in zip(nodes, outputs, strict=True):
+        assert process.wait(timeout=600) == ExitCode.DONE, output.read_text()
+    assert_equal_to(whole, run, [("fresh", 0)])
+
+
+def test_a_folder_that_the_nodes_do_not_share(overrides: Overrides, tmp_path: Path) -> None:
+    """The same path leads each node to a folder of its own: found at the start, said last on both, nothing left."""
+    folders = [tmp_path / "0", tmp_path / "1"]
+    where = ["--nodes", "2", "--head", f"localhost:{free_port()}", "--processes", "1"]
+    arguments = [*where, "--", *overrides(Path("/proc/self/cwd/run"))]
+    nodes = []
+    for rank, folder in enumerate(folders):
+        folder.mkdir()
+        command = launcher("--node-rank", str(rank), *arguments)
+        nodes.append(start(command, folder / "out", folder, PYTHONPATH=str(ROOT)))
+    for process, folder in zip(nodes, folders, strict=True):
+        assert process.wait(timeout=300) == ExitCode.MISTAKE
+        last = (folder / "out").read_text().splitlines()[-1]
+        assert "run_dir=/proc/self/cwd/run: what rank 0 writes there is not seen on " in last
+        assert "give a run_dir on a file system that all nodes share" in last
+        assert not (folder / "run").exists()
+
+
+def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    head = f"localhost:{free_port()}"
+    where = ["--nodes", "2", "--node-rank", "0", "--head", head, "--wait", "0.1"]
+    assert start(launcher(*where, "--", "steps=1"), output).wait(300) == ExitCode.MISTAKE
+    (said,) = output.read_text().splitlines()
+    assert said.startswith(f"error: 1 of 2 nodes came to {head} within 0.1 s: node 0 (")
+    assert "Missing: node 1." in said
+
+
+def test_a_port_that_another_program_has(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        where = ["--nodes", "2", "--node-rank", "0", "--head", f"localhost:{port}"]
+        assert start(launcher(*where, "--", "steps=1"), output).wait(300) == ExitCode.MISTAKE
+    (said,) = output.read_text().splitlines()
+    assert said.startswith(f"error: port {port} of this node can't be served")
+    assert f"--head localhost:{port + 1}" in said
 
 
 def test_a_node_without_node_0_says_so_in_a_few_lines(tmp_path: Path) -> None:

@@ -143,6 +143,23 @@ def test_the_first_error_is_everyones_cause(fails: int) -> None:
     assert str(second) == str(explained)
 
 
+@pytest.mark.parametrize(("of_this_node", "says"), [(2, False), (1, True)])
+def test_what_ended_a_rank_of_another_node_is_said_to_the_launcher_here(
+    of_this_node: int, says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may end before it hears of it. The launcher that started the rank knows by itself."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": of_this_node}.items():
+        monkeypatch.setenv(name, str(value))
+    with ranks(SETTINGS) as members:
+        assert started(members) == [None, None]
+        for member in members:
+            member._unwinding = True
+        members[1].report(ConfigError("no such folder"))
+        explained = members[0].explain(LOST)
+    assert isinstance(explained, PeerEnded)
+    assert explained.found_here == says
+
+
 def test_a_world_without_an_address_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
