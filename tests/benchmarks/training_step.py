@@ -19,7 +19,7 @@ with quiet():
     from nvfp4_train.gradients import GradientNorm, start_gradients
     from nvfp4_train.graphs import MicroBatchGraphs
     from nvfp4_train.layout import choose_graphs
-    from nvfp4_train.optimizer import build_optimizer, set_learning_rate, update, wrap_data_parallel
+    from nvfp4_train.optimizer import build_optimizer, set_learning_rate, update, updated_here, wrap_data_parallel
     from nvfp4_train.outcome import Outcome
     from nvfp4_train.passes import Batch, run_micro_batches
     from nvfp4_train.precision.phases import Passes
@@ -47,7 +47,7 @@ class TrainingStep:
         self.runtime = quantized.runtime
         self.chunks = wrap_data_parallel(quantized.chunks, config.parallel)
         self.optimizer = build_optimizer(config.optimizer, config.parallel, self.chunks)
-        self.gradient_norm = GradientNorm(quantized.chunks)
+        self.gradient_norm = GradientNorm(quantized.chunks, updated_here(self.optimizer))
         graphs, _ = choose_graphs(config, quantized.backend, compute_capability(world.device))
         self.graphs = MicroBatchGraphs(self.chunks[0], self.runtime, world) if graphs else None
         self.batches = random_batches(config, world)
