@@ -3,11 +3,12 @@
     run [OVERRIDE ...]     prepare the text, train the next cells of the tables, write the page; again goes on
     report                 write the page, the CSV and the pictures from what is kept
     sensitivity [RUN]      what each block of a BF16 run loses when it alone is quantized
+    times                  step time of each row over that of BF16, for rows that have none yet
     cells [OVERRIDE ...]   what is trained, as it is typed
 
-Kept in --results (tests/benchmarks/results): study/runs.csv, study/curves, study/sensitivity.csv, study/corpus.csv,
-study/tokenizer.json, and study.md, study.csv and pictures made from them. Run folders are in --folder (runs/study) and
-may be deleted.
+Kept in --results (tests/benchmarks/results): study/runs.csv, study/curves, study/sensitivity.csv, study/times.csv,
+study/corpus.csv, study/tokenizer.json, and study.md, study.csv and pictures made from them. Run folders are in --folder
+(runs/study) and may be deleted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from nvfp4_train.config import ConfigError
 from nvfp4_train.exits import ExitCode, guarded
 from nvfp4_train.run_records import load_config
 from nvfp4_train.storage import write_atomic
-from tests.benchmarks.study import page, sensitivity, text
+from tests.benchmarks.study import page, sensitivity, text, times
 from tests.benchmarks.study.cells import (
     BASELINE,
     LENGTHS,
@@ -37,6 +38,7 @@ from tests.benchmarks.study.cells import (
     cell_name,
     cells,
     choose_blocks,
+    rows,
 )
 from tests.benchmarks.study.runner import Queue, missing, run_cells, slots
 from tests.benchmarks.study.store import Store
@@ -110,6 +112,22 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
+def measure_times(arguments: argparse.Namespace) -> int:
+    """Time the rows that have no step time yet, keeping each at once."""
+    started, folder = time.monotonic(), kept(arguments)
+    known = times.read(folder)
+    wanted = times.configurations(rows(sensitivity.read(folder)))
+    left = {name: config for name, config in wanted.items() if name not in known or name == BASELINE}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, milliseconds, ratio in times.measure(left) if len(left) > 1 else ():
+        known[name] = (milliseconds, ratio)
+        write_atomic(folder / times.FILE, times.to_csv(known))
+        say(f"{name:<28} {milliseconds:8.2f} ms  {ratio:.3f} x {BASELINE}")
+        if arguments.minutes is not None and time.monotonic() > started + 60 * arguments.minutes:
+            break
+    return report(arguments)
+
+
 def _baseline_run() -> Path:
     """The newest run of the baseline."""
     pattern = f"{cell_name(MAIN.name, BASELINE, 1)}-*/checkpoints"
@@ -165,6 +183,9 @@ def parser() -> argparse.ArgumentParser:
     scoring.add_argument("--recipe", default="nvfp4", help="to quantize a block in (default nvfp4)")
     scoring.add_argument("--sequences", type=int, default=512, help="of validation text (default 512)")
     scoring.set_defaults(command=measure_sensitivity)
+    timing = commands.add_parser("times", help="time the steps of rows")
+    timing.add_argument("--minutes", type=float, help="begin no row after so many")
+    timing.set_defaults(command=measure_times)
     listing = commands.add_parser("cells", help="print what is trained")
     listing.add_argument("overrides", nargs="*", metavar="OVERRIDE")
     listing.add_argument("--tables", default="main,long,tune")

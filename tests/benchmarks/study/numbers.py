@@ -19,6 +19,7 @@ from nvfp4_train.comparison.gap import CONFIDENCE, Gap, align, t_quantile, windo
 from nvfp4_train.comparison.match import tokens_to_match
 from nvfp4_train.comparison.pairing import unpaired_reasons
 from nvfp4_train.comparison.runs import CompareError, Curve, Run
+from tests.benchmarks.study import times
 from tests.benchmarks.study.cells import BASELINE
 from tests.benchmarks.study.store import Record, Store, newest_setup
 
@@ -57,12 +58,14 @@ class Table:
         name, setup: of the table.
         records: by row, and by seed in it.
         runs: of the records, in the same places.
+        step_ratios: step time of a row over that of the baseline, where it was measured.
     """
 
     name: str
     setup: str
     records: dict[str, dict[int, Record]]
     runs: dict[str, dict[int, Run]]
+    step_ratios: dict[str, float]
 
     @property
     def rows(self) -> list[str]:
@@ -179,4 +182,5 @@ def read_table(store: Store, name: str) -> Table | None:
         if (one.table, one.setup) == (name, setup):
             records.setdefault(one.row, {})[one.seed] = one
     runs = {row: {seed: store.run(one) for seed, one in by_seed.items()} for row, by_seed in records.items()}
-    return Table(name, setup, records, runs)
+    ratios = {row: ratio for row, (_, ratio) in times.read(store.folder).items()}
+    return Table(name, setup, records, runs, ratios)

@@ -34,7 +34,7 @@ from tests.benchmarks.study.cells import (
 )
 from tests.benchmarks.study.claims import AGREES, DISAGREES, Finding, findings
 from tests.benchmarks.study.numbers import Table, read_table
-from tests.benchmarks.study.store import OPERANDS, Record, Store
+from tests.benchmarks.study.store import OPERANDS, Store
 
 HEAD = (
     "| row | loss | validation | gap to `bf16`, % | gap to `fp8_block`, % | seeds | step time | above 4 bits | zero "
@@ -49,7 +49,7 @@ class Line:
     Attributes:
         train_loss, val_loss: nats, of the first seed.
         seed_gaps: to the baseline, percent.
-        step_ratio: median step over that of the baseline with the same seed and as many runs at once, mean over seeds.
+        step_ratio: of the baseline's step, measured by turns (`times`); NaN where it was not.
         above_four: percent of the linears' FLOPs above 4 bits, the output layer aside.
         zeros, flushed: at the end, mean over seeds.
         zeros_worst, flushed_worst: of the first seed.
@@ -87,7 +87,7 @@ def _line(table: Table, row: str) -> Line:
         gap=None if row == BASELINE else table.gap(row),
         fp8_gap=None if row in (BASELINE, FP8) else table.gap(row, FP8),
         seed_gaps=() if row == BASELINE else tuple(table.gaps(row)),
-        step_ratio=_mean(_ratios(table, every)),
+        step_ratio=table.step_ratios.get(row, math.nan),
         above_four=first.above_four,
         zeros=_mean(one.zeros for one in every),
         zeros_worst=first.zeros_worst,
@@ -102,16 +102,6 @@ def _line(table: Table, row: str) -> Line:
 def _mean(values: Iterable[float]) -> float:
     known = [value for value in values if math.isfinite(value)]
     return float(np.mean(known)) if known else math.nan
-
-
-def _ratios(table: Table, records: Sequence[Record]) -> list[float]:
-    """Step times over those of the baseline under the same load."""
-    baseline = table.records.get(BASELINE, {})
-    return [
-        one.step_ms / baseline[one.seed].step_ms
-        for one in records
-        if one.seed in baseline and (baseline[one.seed].jobs, baseline[one.seed].device) == (one.jobs, one.device)
-    ]
 
 
 def shown(gap: Gap | None, none: str = "-") -> str:
@@ -341,12 +331,12 @@ def intro(corpus: str) -> str:
         f"recipe and in variants of `nvfp4`, in the same order of batches for the same seed. {corpus}\n\n"
         "Losses in nats a token, of seed 1: training smoothed at the last step, validation after it. Gap: "
         f"training loss over the last {WINDOW:.0%} of tokens against that row with the same seed and batches. Bands "
-        "(95%): the mean over a row's seeds, with the spread from seed to seed pooled over all rows. Step time: median "
-        "over that of `bf16` while as many runs shared the GPU, where NVFP4 is emulated. Above 4 bits: share of the "
-        "linears' FLOPs on average over the run, the output layer aside. Verdicts follow from the bands: a row is "
-        "worse where its whole band is; two are the same where the band is within a quarter of a point; a figure is "
-        "met where the band holds it; open where the band says neither. Published figures are of other sizes, budgets "
-        "and baselines."
+        "(95%): the mean over a row's seeds, with the spread from seed to seed pooled over all rows. Step time: over "
+        "that of `bf16`, by turns in one process (`study/times.csv`), where NVFP4 is emulated; not of rows that change "
+        "the precision during a run. Above 4 bits: share of the linears' FLOPs on average over the run, the output "
+        "layer aside. Verdicts follow from the bands: a row is worse where its whole band is; two are the same where "
+        "the band is within a quarter of a point; a figure is met where the band holds it; open where the band says "
+        "neither. Published figures are of other sizes, budgets and baselines."
     )
 
 
