@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from data.config import DataError
+from data.refusals import why
 
 MANIFEST = "manifest.json"
 FORMAT = "indexed corpus"
@@ -118,7 +120,8 @@ class Corpus:
 
 def is_prepared(path: Path) -> bool:
     """Whether a folder is a prepared corpus (whole or not), not a source that happens to hold a manifest of its own."""
-    return (path / MANIFEST).is_file() and any((path / f"{TRAIN}.{end}").is_file() for end in ("bin", "idx"))
+    found = [os.path.isfile(path / name) for name in (MANIFEST, f"{TRAIN}.bin", f"{TRAIN}.idx")]  # may be out of reach
+    return found[0] and any(found[1:])
 
 
 def open_corpus(path: str | Path) -> Corpus:
@@ -169,9 +172,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(
-            f"can't read {file}: {error.strerror}. A prepared corpus has this file; prepare it again."
-        ) from error
+        raise _unreadable(file, error) from error
     except ValueError as error:
         raise DataError(f"{file} is damaged: {error}. Delete the folder and prepare the corpus again.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -205,13 +206,19 @@ def _from_manifest(path: Path, manifest: dict[str, Any]) -> Corpus:
 
 def _check_size(file: Path, wanted: int) -> None:
     try:
-        size = file.stat().st_size
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
     except OSError as error:
-        raise DataError(
-            f"can't read {file}: {error.strerror}. Delete {file.parent} and prepare the corpus again."
-        ) from error
+        raise _unreadable(file, error) from error
     if size != wanted:
         raise DataError(
             f"{file} is damaged: it has {size} bytes, the manifest says {wanted}. Delete {file.parent} and prepare "
             "the corpus again."
         )
+
+
+def _unreadable(file: Path, error: OSError) -> DataError:
+    way_out = f"A prepared corpus has this file: delete {file.parent} and prepare the corpus again."
+    if isinstance(error, PermissionError):
+        way_out = "Have it made readable for this user, or prepare the text in a folder of your own (data.prepared)."
+    return DataError(f"can't read {file}: {why(error, file)}. {way_out}")

@@ -14,12 +14,14 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from data.config import DataConfig, DataError
 from data.corpus import FORMAT_VERSION, Corpus, is_prepared, open_corpus, write_manifest
@@ -27,11 +29,10 @@ from data.durable import flush
 from data.merging import merge
 from data.parts import Part, check_bad, cut_parts
 from data.processes import build_parts
-from data.progress import Progress
-from data.sources import Source, find_source
+from data.progress import Progress, Say, saying
+from data.refusals import why
+from data.sources import Source, check_readable, find_source
 from data.tokenizers import BYTE, copy_name, load_tokenizer, tokenizer_hash, tokenizer_path
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,12 @@ def _prepare(config: DataConfig, say: Say, shard: Shard | None) -> Corpus | None
         return _open_given(given, config, say)
     source = find_source(config.path)
     folder = Path(config.prepared).expanduser().absolute() / _folder_name(source, config)
-    if folder.exists():
+    if os.path.exists(folder):
         return _reuse(folder, config, say)
     work = _Work(source, config, folder, say)
     if shard is not None:
         return work.of_shard(shard)
-    with _locked(folder.with_name(f".{folder.name}.lock"), say, folder.name):
+    with work.locked(folder.name):
         return _reuse(folder, config, say) if folder.exists() else work.alone()
 
 
@@ -121,26 +122,6 @@ def _folder_name(source: Source, config: DataConfig) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', source.name).strip('.')[:64] or 'corpus'}-{short}"
 
 
-@contextmanager
-def _locked(lock: Path, say: Say, what: str) -> Iterator[None]:
-    """Holds a lock file; the kernel lets go of it when the process ends, however it ends."""
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        stream = lock.open("w")
-    except OSError as error:
-        raise DataError(
-            f"data.prepared: can't write in {lock.parent}: {error.strerror}. Set data.prepared to a folder that can "
-            "be written."
-        ) from error
-    with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"data: another process is preparing {what}; waiting for it")
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
-
-
 class _Work:
     """One source on its way to `folder`."""
 
@@ -166,10 +147,9 @@ class _Work:
     def of_shard(self, shard: Shard) -> Corpus | None:
         """This shard's parts, then the corpus where all others are there."""
         say, folder = self._say, self._folder
-        name = f".{folder.name}.shard-{shard.number}-of-{shard.count}.lock"
-        with self._refusals(), _locked(folder.with_name(name), say, f"shard {shard} of {folder.name}"):
+        with self.locked(f"{folder.name}.shard-{shard.number}-of-{shard.count}"), self._refusals():
             self._build(self._parts[shard.number - 1 :: shard.count])
-        with self._refusals(), _locked(folder.with_name(f".{folder.name}.lock"), say, folder.name):
+        with self.locked(folder.name), self._refusals():
             if folder.exists():
                 return _reuse(folder, self._config, say)
             missing = sum(not part.is_whole() for part in self._parts)
@@ -182,15 +162,55 @@ class _Work:
             return self._finish()
 
     @contextmanager
+    def locked(self, name: str) -> Iterator[None]:
+        """Holds a lock file; the kernel lets go of it when the process ends, however it ends, and never before."""
+        folder = self._folder.parent
+        with self._open_lock(folder / f".{name}.lock") as stream:
+            try:
+                try:
+                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._say(f"data: another process is preparing {name}; waiting for it")
+                    with saying(self._say, self._waiting):
+                        fcntl.flock(stream, fcntl.LOCK_EX)
+            except OSError as error:
+                raise DataError(
+                    f"data.prepared: can't lock files in {folder}: {error.strerror}. Set data.prepared to a folder on "
+                    "a file system that has locks."
+                ) from error
+            yield
+
+    def _open_lock(self, lock: Path) -> IO[str]:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                return lock.open("w")
+            except PermissionError:  # another user's can be held all the same
+                if os.path.exists(lock):
+                    return lock.open()
+                raise
+        except OSError as error:
+            raise DataError(
+                f"data.prepared: can't write in {lock.parent}: {why(error, lock)}. Set data.prepared to a folder that "
+                "can be written."
+            ) from error
+
+    def _waiting(self, seconds: float) -> str:
+        whole = sum(part.is_whole() for part in self._parts)
+        return f"data: waited {seconds:.0f} s so far; {whole} of {len(self._parts)} parts are there"
+
+    @contextmanager
     def _refusals(self) -> Iterator[None]:
         """What the file system refuses, in words."""
         try:
             yield
         except OSError as error:
+            room = f"Free space there (about {4 * self._source.size / 1e6:.0f} MB for bytes as tokens, half of it for "
+            way_out = f"{room}the time being) or set data.prepared to another folder."
+            if isinstance(error, PermissionError):
+                way_out = "Set data.prepared to a folder of your own, or let that user prepare it."
             raise DataError(
-                f"data.prepared: can't write {self._building}: {error.strerror or error}. Free space there (about "
-                f"{4 * self._source.size / 1e6:.0f} MB for bytes as tokens, half of it for the time being) or set "
-                "data.prepared to another folder."
+                f"data.prepared: can't write {self._building}: {why(error, self._building)}. {way_out}"
             ) from error
 
     def _build(self, parts: Sequence[Part]) -> None:
@@ -198,21 +218,39 @@ class _Work:
         source, config, say = self._source, self._config, self._say
         load_tokenizer(config.tokenizer)  # a mistake there is found before any process is started
         missing = [part for part in parts if not part.is_whole()]
+        check_readable(file for part in missing for file in part.files)
         files = "1 file" if len(source.files) == 1 else f"{len(source.files):,} files"
         size = f"{files}, {source.size / 1e6:.1f} MB" if source.files else "from the hub"
         again = f"; {len(parts) - len(missing)} of {len(parts)} parts are there already" if missing != parts else ""
         say(f"data: preparing {source.name} ({size}) in {self._folder}{again}")
         self._building.mkdir(parents=True, exist_ok=True)
-        progress = Progress(sum(part.size for part in missing), say)
-        for info in build_parts(source, missing, config, progress):
-            for one in info.bad:
-                say(f"data: skipped {one.origin}: {one.reason}")
+        progress = Progress(sum(part.size for part in missing))
+        with saying(say, lambda seconds: progress.line()):
+            for info in build_parts(source, missing, config, progress):
+                for one in info.bad:
+                    say(f"data: skipped {one.origin}: {one.reason}")
 
     def _finish(self) -> Corpus:
         """The corpus from its parts, in its place."""
-        config, whole = self._config, self._building / "corpus"
+        whole = self._building / "corpus"
         shutil.rmtree(whole, ignore_errors=True)
         whole.mkdir()
+
+        def line(seconds: float) -> str:
+            size = sum(path.stat().st_size for path in whole.glob("*.bin"))
+            return f"data: putting {len(self._parts)} parts together, {size / 1e6:,.0f} MB of ids so far"
+
+        with saying(self._say, line):
+            corpus = self._put_together(whole)
+        whole.rename(self._folder)
+        flush(self._folder.parent)
+        shutil.rmtree(self._building, ignore_errors=True)
+        _report(corpus, self._say)
+        return corpus
+
+    def _put_together(self, whole: Path) -> Corpus:
+        """Everything that a corpus has, in `whole` and on the disk."""
+        config = self._config
         tokenizer = load_tokenizer(config.tokenizer)
         corpus = merge(self._source, self._parts, config, tokenizer, self._folder, whole)
         for candidate in whole.glob(".candidate-*"):
@@ -222,10 +260,6 @@ class _Work:
             shutil.copyfile(tokenizer_path(config.tokenizer), whole / copy_name(tokenizer.name))
         for path in (*whole.iterdir(), whole):
             flush(path)
-        whole.rename(self._folder)
-        flush(self._folder.parent)
-        shutil.rmtree(self._building, ignore_errors=True)
-        _report(corpus, self._say)
         return corpus
 
 

@@ -54,16 +54,9 @@ def build_parts(source: Source, parts: Sequence[Part], config: DataConfig, progr
     if processes > 1 and parts:
         yield from _Processes(processes, source, config, progress).build(parts)
         return
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress.show(done)
-
     tokenizer = load_tokenizer(config.tokenizer)
     for part in parts:
-        yield build_part(source, part, config, tokenizer, partial(map, partial(encode_batch, tokenizer)), advance)
+        yield build_part(source, part, config, tokenizer, partial(map, partial(encode_batch, tokenizer)), progress.add)
 
 
 def divide(parts: Sequence[Part], processes: int) -> tuple[list[Part], list[Part]]:
@@ -82,7 +75,6 @@ class _Processes:
 
     def __init__(self, count: int, source: Source, config: DataConfig, progress: Progress) -> None:
         self._source, self._config, self._progress = source, config, progress
-        self._done, self._lock = 0, threading.Lock()
         self._workers = [_Worker(source, config) for _ in range(count)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -112,7 +104,7 @@ class _Processes:
 
     def _build_together(self, part: Part) -> PartInfo:
         tokenizer = load_tokenizer(self._config.tokenizer)
-        return build_part(self._source, part, self._config, tokenizer, self._encode, self._advance)
+        return build_part(self._source, part, self._config, tokenizer, self._encode, self._progress.add)
 
     def _encode(self, batches: Iterable[Batch]) -> Iterator[EncodedBatch]:
         """Batches as ids, in order. What is under way is bounded in number and in characters."""
@@ -134,14 +126,9 @@ class _Processes:
     def _ask(self, question: Part | Batch) -> Any:
         worker = self._idle.get()
         try:
-            return worker.ask(question, self._advance)
+            return worker.ask(question, self._progress.add)
         finally:
             self._idle.put(worker)
-
-    def _advance(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            self._progress.show(self._done)
 
 
 class _Killed(Exception):

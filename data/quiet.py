@@ -9,15 +9,27 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def quiet_logger(name: str) -> Iterator[None]:
-    """Silences the logger `name` (a library that logs what it then raises, or what we decided on purpose)."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+def heard(name: str) -> Iterator[list[str]]:
+    """Silences the logger `name` (a library that logs what it then raises, or what we decided on purpose); gives what
+    it says of errors meanwhile."""
+    logger, said = logging.getLogger(name), _Kept(logging.ERROR)
+    former = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [said], False
     try:
-        yield
+        yield said.lines
     finally:
-        logger.setLevel(level)
+        logger.handlers, logger.propagate = former
+
+
+class _Kept(logging.Handler):
+    """Keeps lines."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 @contextmanager

@@ -26,7 +26,8 @@ import numpy.typing as npt
 
 from data.config import DataError
 from data.hub import parse_hub
-from data.quiet import quiet, quiet_logger
+from data.quiet import heard, quiet
+from data.refusals import why
 from data.sources import Source, SourceFile
 
 CHUNK = 1 << 20
@@ -89,7 +90,7 @@ def read_documents(
         try:
             yield from read(source, file, text_field)
         except (OSError, EOFError, zlib.error) as error:
-            reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+            reason = why(error, file.path) if isinstance(error, OSError) else str(error).rstrip(".")
             raise DataError(f"can't read {file.path}: {reason}. Copy it again or leave it out.") from error
 
 
@@ -345,7 +346,7 @@ def _batches(builder: str, path: Path, rows: int, **options: Any) -> Iterator[An
     if "::" in str(path):  # read as a chain of addresses there
         raise DataError(f"{path}: a name with '::' can't be opened by `datasets`. Rename it.")
     # Neither the user's cache nor the network is touched: the file is local and streaming keeps nothing.
-    with quiet_logger("datasets"), tempfile.TemporaryDirectory() as cache:
+    with heard("datasets"), tempfile.TemporaryDirectory() as cache:
         try:
             stream = datasets.load_dataset(
                 builder, data_files=glob.escape(str(path)), split="train", streaming=True, cache_dir=cache, **options

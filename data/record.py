@@ -10,6 +10,7 @@ from data.blending import Blend, Phase
 from data.config import DataError
 from data.corpus import TRAIN, VALIDATION, open_corpus
 from data.loading import Datasets, OpenSource
+from data.refusals import why
 from data.samples import VALIDATION_SEED, open_samples
 
 FILE = "data.json"
@@ -43,7 +44,7 @@ def read_record(run: Path) -> dict[str, Any]:
         if record["format"] != FORMAT:
             raise DataError(f"{file} is of format {record['format']}; this code reads format {FORMAT}.")
     except OSError as error:
-        raise DataError(f"can't read {file}: {error.strerror}. Give the folder of a run that took a step.") from error
+        raise DataError(f"can't read {file}: {why(error, file)}. Give the folder of a run that took a step.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise error if isinstance(error, DataError) else DataError(f"{file} is damaged: {error}.") from error
     assert isinstance(record, dict)

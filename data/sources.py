@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from data.config import BUILTIN, PACKAGES, DataError
 from data.hub import is_hub, parse_hub
+from data.refusals import why
 
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet",),
@@ -95,6 +96,16 @@ def check_unchanged(files: Iterable[SourceFile]) -> None:
             raise DataError(f"{file.path} was changed while it was being read. Prepare it once nothing writes to it.")
 
 
+def check_readable(files: Iterable[SourceFile]) -> None:
+    """Raises DataError for a file that this user may not read, before hours of work on those ahead of it."""
+    for file in files:
+        if not os.access(file.path, os.R_OK):
+            try:
+                file.path.open("rb").close()
+            except PermissionError as error:
+                raise _unreadable(file.path, error) from error
+
+
 def find_source(path: str) -> Source:
     """Lists the source that `data.path` names, without reading it.
 
@@ -126,9 +137,9 @@ def find_source(path: str) -> Source:
 
 def _indexed(path: Path) -> Path:
     """The .bin file where a path is that of its .idx, or of both without their ends, as Megatron writes it."""
-    if path.suffix == ".idx" and path.is_file():
+    if path.suffix == ".idx" and os.path.isfile(path):
         return path.with_suffix(".bin")
-    return path.with_name(f"{path.name}.bin") if not path.exists() and Path(f"{path}.idx").is_file() else path
+    return path.with_name(f"{path.name}.bin") if not os.path.exists(path) and os.path.isfile(f"{path}.idx") else path
 
 
 def _builtin() -> Source:
@@ -207,7 +218,8 @@ def _walk(root: Path, leave_out: Collection[str] = ()) -> list[Path]:
     """Files under `root`, but for hidden ones and folders named in `leave_out`; links to folders are not followed."""
 
     def refuse(error: OSError) -> NoReturn:
-        raise DataError(f"data.path: can't list {error.filename}: {error.strerror}. Make it readable or leave it out.")
+        reason = why(error, Path(error.filename))
+        raise DataError(f"data.path: can't list {error.filename}: {reason}. Make it readable or leave it out.")
 
     found = []
     for folder, folders, names in os.walk(root, onerror=refuse):
@@ -238,4 +250,4 @@ def _stat(path: Path) -> os.stat_result:
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"data.path: can't read {path}: {error.strerror}. Make it readable for this user.")
+    return DataError(f"data.path: can't read {path}: {why(error, path)}. Make it readable for this user.")

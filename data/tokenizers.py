@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from data.config import DataError
 from data.hub import download_tokenizer, is_hub
+from data.refusals import why
 
 BYTE = "byte"
 SENTENCEPIECE = ".model"
@@ -158,9 +159,13 @@ def tokenizer_path(name: str) -> Path:
     if is_hub(name):
         return download_tokenizer(name)
     path = Path(name).expanduser().absolute()
-    if path.is_dir() and (path / "tokenizer.json").is_file():
+    try:
+        is_folder, is_file = (path / "tokenizer.json").is_file(), path.is_file()
+    except PermissionError as error:
+        raise _unreadable(path, error) from error
+    if is_folder:
         raise DataError(f"data.tokenizer: {path} is a folder; write {path / 'tokenizer.json'}.")
-    if not path.is_file():
+    if not is_file:
         raise DataError(
             f"data.tokenizer: there is no file {path}. Copy the tokenizer.json of the model you want there (each model "
             "repository of the Hugging Face hub holds one), write hub:NAME to fetch it, train it (`prepare` with these "
@@ -178,6 +183,8 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(
-            f"data.tokenizer: can't read {path}: {error.strerror}. Make it readable for this user."
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"data.tokenizer: can't read {path}: {why(error, path)}. Make it readable for this user.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from data.config import DataConfig, DataError, TokenizerTraining
 from data.durable import flush
 from data.readers import Document, read_documents
+from data.refusals import why
 from data.sources import find_source
 from data.splitting import position
 from data.tokenizers import BYTE, EOD_TOKENS
@@ -109,7 +110,7 @@ def _write(path: Path, text: str) -> None:
         temporary.rename(path)
     except OSError as error:
         raise DataError(
-            f"tokenizer.train: can't write {path}: {error.strerror}. Name a file in another folder."
+            f"tokenizer.train: can't write {path}: {why(error, path)}. Name a file in another folder."
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from nvfp4_train.metrics import Metrics
 
 _RECENT = 50  # steps whose mean duration gives the time left
+_WAITED = 0.1  # share of a step from which on it says that it waited for its batch
 
 
 class Console:
@@ -89,4 +90,7 @@ def step_text(metrics: Metrics, time_left: str) -> str:
     if "throughput/mfu" in metrics:
         weighted = metrics["throughput/mfu_weighted"]
         parts.append(f"MFU {metrics['throughput/mfu']:.1%} ({weighted:.1%} of the formats' peak)")
+    waited = metrics.get("time/data_s", 0.0)
+    if waited > _WAITED * metrics["time/step_s"]:
+        parts.append(f"waited {waited:.1f} s for data")
     return "  ".join([*parts, f"ETA {time_left}"])

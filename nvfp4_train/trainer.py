@@ -241,7 +241,9 @@ class Trainer:
         with megatron_device():
             gradients.start_gradients(self.parallel_chunks)
         phase.enter(f"data of step {step}")
+        asked = time.perf_counter()
         batch = next(batches)  # late: the thread that reads now begins with the next one, and takes turns with this
+        waited = time.perf_counter() - asked
         total = run_micro_batches(
             self.parallel_chunks, batch.micro_batches, runtime, self.world, training=True, graphs=self.graphs
         )
@@ -265,6 +267,7 @@ class Trainer:
             "train/loss": found.loss,
             "optim/lr": lr,
             "optim/grad_norm": found.norm,
+            "time/data_s": waited,
             **self.throughput.metrics(time.perf_counter() - start, passes),
             **described,
             **(self._health() if runtime.sample_health else {}),

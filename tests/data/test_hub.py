@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 
+import data.hub
 from data.config import DataError
 from data.hub import HubDataset, parse_hub
 from data.prepare import prepare
@@ -104,6 +106,39 @@ def test_out_of_reach_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         DataError, match=r"hub:org/name can't be read .*\(offline\)\. Check.*hf download --repo-type dataset org/name"
     ):
         find_source("hub:org/name")
+
+
+def test_a_cache_that_can_not_be_written_is_not_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def closed(*_: Any, **__: Any) -> NoReturn:
+        try:
+            raise PermissionError(13, "Permission denied", "/cache/datasets")
+        except PermissionError as error:
+            raise RuntimeError("An error occurred") from error
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", closed)
+    with pytest.raises(DataError, match=r"can't keep what they load: .*'/cache/datasets'\. Set HF_HOME to a folder"):
+        find_source("hub:org/name")
+
+
+def test_a_busy_hub_is_asked_again_and_one_that_refuses_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(data.hub, "PAUSES", (0.0, 0.0))
+    for status, tries in ((503, 3), (429, 3), (404, 1), (401, 1)):
+        asked: list[int] = []
+
+        def refuse(*_: Any, status: int = status, asked: list[int] = asked, **__: Any) -> NoReturn:
+            asked.append(status)
+            error = ConnectionError("no")
+            error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+            raise error
+
+        monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
+        with pytest.raises(DataError, match="can't be read from the hub: no"):
+            find_source("hub:org/name")
+        assert len(asked) == tries
 
 
 def test_a_tokenizer_of_the_hub(bpe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

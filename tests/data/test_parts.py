@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ import pytest
 
 import data.parts
 import data.processes
+import data.progress
 from data.ahead import ahead
 from data.config import DataConfig, DataError
 from data.encoding import encode_batch
 from data.parts import build_part, cut_parts
 from data.prepare import Shard, prepare, prepare_shard
-from data.progress import Progress
+from data.progress import Progress, saying
 from data.sources import find_source
 from data.splitting import position
 from data.tokenizers import load_tokenizer
@@ -192,14 +194,35 @@ def test_what_is_read_ahead_is_the_same_and_so_is_what_is_raised() -> None:
 
 def test_progress_says_share_rate_and_time_left() -> None:
     now, lines = [0.0], []
-    progress = Progress(200_000_000, lines.append, lambda: now[0])
-    for seconds, done in ((0.0, 0), (5.0, 10**7), (10.0, 5 * 10**7), (12.0, 6 * 10**7), (40.0, 10**8)):
+    progress = Progress(200_000_000, lambda: now[0])
+    for seconds, more in ((10.0, 0), (20.0, 10**7), (30.0, 5 * 10**7), (40.0, 0), (60.0, 6 * 10**7)):
         now[0] = seconds
-        progress.show(done)
-    assert lines == ["data: 25% of 200 MB, 5.0 MB/s, 30 s left", "data: 50% of 200 MB, 2.5 MB/s, 40 s left"]
-    endless: list[str] = []
-    Progress(0, endless.append, lambda: now[0]).show(1)
-    assert endless == []
+        if more:
+            progress.add(more)
+        lines.append(progress.line())
+    assert lines == [
+        "data: 0% of 200 MB; no text yet: files are hashed and checked first (10 s)",
+        "data: 5% of 200 MB",
+        "data: 30% of 200 MB, 5.0 MB/s, 28 s left",
+        "data: 30% of 200 MB; no more text (10 s)",
+        "data: 60% of 200 MB, 2.8 MB/s, 29 s left",
+    ]
+    hub = Progress(0, lambda: now[0])
+    for more in (10**6, 3 * 10**7):
+        hub.add(more)
+        now[0] += 10
+    assert hub.line() == "data: 31 MB done, 1.5 MB/s"
+
+
+def test_somebody_who_waits_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data.progress, "SECONDS_BETWEEN_LINES", 0.01)
+    lines: list[str] = []
+    with saying(lines.append, lambda seconds: f"{seconds > 0}"):
+        while len(lines) < 3:
+            time.sleep(0.01)
+    heard = len(lines)
+    time.sleep(0.05)
+    assert lines == ["True"] * heard
 
 
 def test_a_shard_without_work_leaves_that_of_others_alone(tmp_path: Path, make_config: MakeConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import math
 import multiprocessing
@@ -21,6 +22,7 @@ import pytest
 
 import data.parts
 import data.prepare
+import data.progress
 from data.config import DataConfig, DataError
 from data.corpus import Corpus
 from data.prepare import prepare
@@ -291,6 +293,28 @@ def test_eight_at_once_build_once(tmp_path: Path, make_config: MakeConfig) -> No
     assert len([p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]) == 1
 
 
+def test_a_slow_one_is_waited_for_and_both_say_what_for(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow its disk is: the lock is its own until it ends."""
+    monkeypatch.setattr(data.progress, "SECONDS_BETWEEN_LINES", 0.3)
+    config = make_config(write_jsonl(tmp_path / "a.jsonl", numbered(30)))
+    reached, lines = FORK.Event(), FORK.SimpleQueue()
+    job = FORK.Process(target=build, args=(config, reached, 2.0, lines))
+    job.start()
+    assert reached.wait(20)
+    heard: list[str] = []
+    corpus = prepare(config, say=heard.append)
+    job.join(20)
+    assert job.exitcode == 0
+    assert heard[0].startswith("data: another process is preparing a-")
+    assert len([line for line in heard[1:-1] if line.endswith(" s so far; 0 of 1 parts are there")]) >= 3
+    assert heard[-1].startswith(f"data: reusing {corpus.name}")
+    slow = lines.get()
+    assert slow[0].startswith("data: preparing a ")
+    assert len([line for line in slow if "no text yet: files are hashed and checked first" in line]) >= 3
+
+
 def test_killed_while_building_leaves_nothing_that_is_read(tmp_path: Path, make_config: MakeConfig) -> None:
     config = make_config(write_jsonl(tmp_path / "a.jsonl", numbered(30)))
     reached = FORK.Event()
@@ -335,6 +359,18 @@ def test_a_prepared_folder_that_can_not_be_written(tmp_path: Path, make_config: 
     config = dataclasses.replace(make_config(path), prepared=str(tmp_path / "file"))
     with pytest.raises(DataError, match=r"data\.prepared: can't write in .*Set data\.prepared to a folder"):
         prepare(config, say=silent)
+
+
+def test_a_file_system_without_locks(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> NoReturn:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    path = write_jsonl(tmp_path / "a.jsonl", numbered(30))
+    with pytest.raises(
+        DataError, match=rf"can't lock files in {tmp_path}/prepared: No locks available\. Set data\.prep"
+    ):
+        prepare(make_config(path), say=silent)
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, make_config: MakeConfig) -> None:

@@ -14,7 +14,7 @@ from megatron.core import dist_checkpointing
 from nvfp4_train.checkpoints.files import damage, step_folder
 from nvfp4_train.metrics import read_metrics
 
-TIMED = ("time/step_s", "throughput/tokens_per_s", "memory/peak_gib")
+TIMED = ("time/step_s", "time/data_s", "throughput/tokens_per_s", "memory/peak_gib")
 
 
 def first_difference(whole: Path, other: Path, steps: int) -> str:

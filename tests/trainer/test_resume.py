@@ -22,7 +22,7 @@ from nvfp4_train.metrics import Metrics, read_metrics
 from nvfp4_train.trainer import train
 from tests.trainer.conftest import Make
 
-TIMED = ("time/step_s", "throughput/tokens_per_s", "memory/peak_gib")
+TIMED = ("time/step_s", "time/data_s", "throughput/tokens_per_s", "memory/peak_gib")
 
 
 def lines(config: RunConfig) -> list[Metrics]:

@@ -75,7 +75,7 @@ def test_names_and_values_of_a_line(make: Make, capsys: pytest.CaptureFixture[st
     first, last = lines(config)
     everywhere = {
         "step", "tokens", "train/loss", "optim/lr", "optim/grad_norm", "throughput/tokens_per_s", "memory/peak_gib",
-        "time/step_s", "data/hash",
+        "time/step_s", "time/data_s", "data/hash",
     }  # fmt: skip
     assert set(first) == everywhere
     assert set(last) == everywhere | {"val/loss", "val/bits_per_byte"}
@@ -84,6 +84,7 @@ def test_names_and_values_of_a_line(make: Make, capsys: pytest.CaptureFixture[st
     assert (first["optim/lr"], last["optim/lr"]) == (lr, pytest.approx(0.01 * lr))
     assert first["train/loss"] == pytest.approx(5.55, abs=0.15)  # ln 257, and a little
     assert first["throughput/tokens_per_s"] == pytest.approx(256 / first["time/step_s"])
+    assert 0 < first["time/data_s"] < first["time/step_s"]
     assert 0.1 < first["memory/peak_gib"] < 8
     # bytes are tokens here, one end-of-document a text: bits a byte are by the whole split's ratio
     assert last["val/bits_per_byte"] == pytest.approx(last["val/loss"] / 0.6931, rel=0.01)
