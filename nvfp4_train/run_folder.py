@@ -29,7 +29,17 @@ from typing import Any, TextIO
 from nvfp4_train.checkpoints import files as checkpoint_files
 from nvfp4_train.checkpoints.files import CheckpointError
 from nvfp4_train.config import ConfigError, RunConfig
-from nvfp4_train.run_records import BRANCH, CONFIG, ENVIRONMENT, PRECISION, load_config, read_branch, write_environment
+from nvfp4_train.run_records import (
+    BRANCH,
+    CONFIG,
+    ENVIRONMENT,
+    PRECISION,
+    claim,
+    has_begun,
+    load_config,
+    read_branch,
+    write_environment,
+)
 from nvfp4_train.schema import differences, shown, to_mapping, to_yaml
 from nvfp4_train.storage import refusal, temporary_of, write_atomic
 
@@ -188,7 +198,7 @@ def _prepare(config: RunConfig) -> RunFolder:
     else:
         path = Path(config.run_dir)
         made = _missing(path)
-        _claim(path)
+        claim(path)
     _lock(path)
     try:
         folder = _continued(path, config) if has_begun(path) else _fresh_or_branch(path, config)
@@ -228,21 +238,6 @@ def _new_folder(parent: Path, name: str) -> Path:
         return path
 
 
-def _claim(path: Path) -> None:
-    """Makes the folder, or sees that it is empty or holds a run."""
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"run_dir={path}: is a file. Name a folder that is new, empty or holds this run.")
-    path.mkdir(parents=True, exist_ok=True)
-    others = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
-    if others and not (path / CONFIG).exists():
-        listing = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-        restore = f" If it was a run, restore {CONFIG}." if {"checkpoints", "metrics.jsonl"} & set(others) else ""
-        raise ConfigError(
-            f"run_dir={path}: is not empty ({listing}) and holds no run ({CONFIG} is missing). Nothing there is "
-            f"overwritten: name a folder that is new, empty or holds this run.{restore}"
-        )
-
-
 def _lock(path: Path) -> None:
     """Holds the folder as long as this process lives. File systems without locks are left alone."""
     file = open(path / LOCK, "a+")  # noqa: SIM115 (held open on purpose)
@@ -257,14 +252,6 @@ def _lock(path: Path) -> None:
         file.close()
         return
     _locks.append(file)
-
-
-def has_begun(path: Path) -> bool:
-    """Whether a run in this folder took a step; one that came to none left nothing, and its settings may change."""
-    metrics = path / "metrics.jsonl"
-    checkpoints = path / "checkpoints"
-    done = (metrics.exists() and metrics.stat().st_size > 0) or (checkpoints.exists() and any(checkpoints.iterdir()))
-    return done and (path / CONFIG).exists()
 
 
 def release_locks() -> None:

@@ -43,6 +43,42 @@ def load_config(path: Path) -> RunConfig:
         raise ConfigError(f"{file}: was written by another version or changed by hand: {error} {_RESTORE}") from None
 
 
+def has_begun(path: Path) -> bool:
+    """Whether a run in this folder took a step; one that came to none left nothing, and its settings may change."""
+    metrics = path / "metrics.jsonl"
+    checkpoints = path / "checkpoints"
+    done = (metrics.exists() and metrics.stat().st_size > 0) or (checkpoints.exists() and any(checkpoints.iterdir()))
+    return done and (path / CONFIG).exists()
+
+
+def claim(path: Path) -> None:
+    """Makes the folder of a run, or sees that it is empty or holds a run; ConfigError for anything else."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run_dir={path}: is a file. Name a folder that is new, empty or holds this run.")
+    path.mkdir(parents=True, exist_ok=True)
+    others = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+    if not others or has_begun(path) or _holds_config(path):
+        return
+    there = (path / CONFIG).exists()  # many programs have a file of this name
+    why = f"{CONFIG} is of no run" if there else f"{CONFIG} is missing"
+    restore = (
+        "" if there or not {"checkpoints", "metrics.jsonl"} & set(others) else f" If it was a run, restore {CONFIG}."
+    )
+    listing = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    raise ConfigError(
+        f"run_dir={path}: is not empty ({listing}) and holds no run ({why}). Nothing there is overwritten: name a "
+        f"folder that is new, empty or holds this run.{restore}"
+    )
+
+
+def _holds_config(path: Path) -> bool:
+    try:
+        load_config(path)
+    except ConfigError:
+        return False
+    return True
+
+
 def read_branch(path: Path) -> dict[str, Any] | None:
     """Where a branch came from (`run`, `checkpoint`, `step`), None for a run that is none.
 

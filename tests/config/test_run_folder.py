@@ -76,6 +76,17 @@ def test_a_refusal_reaches_every_rank(base: RunConfig, tmp_path: Path) -> None:
     assert [entry.name for entry in (tmp_path / "used").iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("foreign", ["defaults:\n  - model: resnet\n", "- a list\n", "", "a: [\n"])
+def test_a_config_of_another_program_makes_no_run(base: RunConfig, tmp_path: Path, foreign: str) -> None:
+    used = tmp_path / "project"
+    used.mkdir()
+    (used / "config.yaml").write_text(foreign)
+    text = refused(base, run_dir=str(used))
+    assert "is not empty (config.yaml) and holds no run (config.yaml is of no run)" in text
+    assert "Nothing there is overwritten" in text
+    assert {entry.name: entry.read_text() for entry in used.iterdir()} == {"config.yaml": foreign}
+
+
 def test_a_file_or_an_unwritable_place_is_refused(base: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert "is a file" in refused(base, run_dir=str(tmp_path / "file"))
