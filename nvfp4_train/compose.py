@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
@@ -23,7 +23,7 @@ from nvfp4_train.checks import check_values, value_at
 from nvfp4_train.config import ConfigError, RunConfig
 from nvfp4_train.overrides import CONFIGS, checked, find_groups
 from nvfp4_train.precision.config import PrecisionConfig
-from nvfp4_train.schema import did_you_mean, from_mapping, key_types
+from nvfp4_train.schema import did_you_mean, from_mapping, key_types, unknown_key
 
 # Keys that YAML files share among themselves and that are no part of a run: recipes refer to them.
 AUTHORING_KEYS = ("four_bit_blocks",)
@@ -62,6 +62,7 @@ def compose(
     if mapping.get("name") is None:
         mapping["name"] = choices.get("experiment") or choices["model"]
     config = with_absolute_paths(from_mapping(RunConfig, mapping), Path(base) if base else Path.cwd())
+    _check_name(config.precision.name, choices.get("precision"))
     check_values(config)
     return config
 
@@ -81,21 +82,74 @@ def _composed(texts: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         choices = dict(config.hydra.runtime.choices)
         mine = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         mapping = _resolved(mine)
+    except MissingConfigException as error:
+        raise _missing_choice(error) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_short(error)) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"A configuration file is no YAML: {' '.join(str(error).split())}") from error
     for key in AUTHORING_KEYS:
         mapping.pop(key, None)
+    _check_packages(mapping, choices)
     return mapping, choices
+
+
+def _missing_choice(error: MissingConfigException) -> ConfigError:
+    """Of a file's `defaults`; what is chosen on the command line was looked up before."""
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    options = error.options or []
+    listing = f" There are: {', '.join(options)}." if options else ""
+    return ConfigError(
+        f"{group}={name}: the defaults of a chosen file ask for it, and there is no such {group or 'file'}."
+        f"{did_you_mean(name, options)}{listing}"
+    )
+
+
+def _check_packages(mapping: dict[str, Any], choices: Mapping[str, Any]) -> None:
+    """That the keys of an experiment are those of the run, and not below their group."""
+    for group in ("experiment", "debug"):
+        found = mapping.get(group)
+        astray = [key for key in found if key in key_types(RunConfig)] if isinstance(found, dict) else []
+        if astray:
+            raise ConfigError(
+                f"{group}={choices.get(group)}: its keys came out as {group}.{astray[0]} and so on. Begin the file "
+                "with the line `# @package _global_`, and they are those of the run."
+            )
+
+
+def _check_name(name: str, choice: str | None) -> None:
+    """That a recipe of the user's own, which begins as a copy, is not called as another one."""
+    if name != choice and (CONFIGS / "precision" / f"{name}.yaml").is_file():
+        raise ConfigError(
+            f"precision={choice}: calls itself {name}, which is another recipe, and its runs would pass for that one's."
+            f" Write name: {choice} in its file."
+        )
+
+
+def _misspelt(mapping: Mapping[Any, Any], path: str = "") -> str | None:
+    """The first dotted key of the files that the schema does not have, None where it has all."""
+    known = key_types(RunConfig)
+    for key, value in mapping.items():
+        dotted = f"{path}{key}"
+        if dotted in AUTHORING_KEYS:
+            continue
+        if dotted not in known:
+            return dotted
+        below = _misspelt(value, f"{dotted}.") if isinstance(value, Mapping) else None
+        if below:
+            return below
+    return None
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
     try:
         mapping = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except InterpolationKeyError as error:
+        misspelt = _misspelt(OmegaConf.to_container(config, resolve=False))  # type: ignore[arg-type]
+        if misspelt:  # what is referred to may be there under this name
+            raise unknown_key(misspelt, RunConfig) from None
         missing = str(error).partition("'")[2].partition("'")[0]
-        near = did_you_mean(missing, key_types(RunConfig))
+        near = did_you_mean(missing, key_types(RunConfig).keys() - {missing})
         raise ConfigError(f"{error.full_key}: refers to ${{{missing}}}, which does not exist.{near}") from None
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key}: has no value yet. Set it: {error.full_key}=... .") from None

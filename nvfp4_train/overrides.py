@@ -150,7 +150,9 @@ def _checked_choice(group: str, override: Override, groups: Groups) -> str:
         raise ConfigError(f"{group}: is set by a name ({', '.join(options)}) or key by key, as in {group}.KEY=VALUE.")
     name = override.get_value_string()
     listing = ", ".join(options)
-    own = " A file of your own is found through --config-dir." if len(groups.folders) == 1 else ""
+    own = " A file of your own is found through --config-dir."
+    if len(groups.folders) > 1:
+        own = f" Looked for {group}/{name}.yaml in {', '.join(map(str, groups.folders[1:]))} too."
     raise ConfigError(
         f"{group}={name}: there is no such {group}.{did_you_mean(name, options)} There are: {listing}.{own}"
     )
