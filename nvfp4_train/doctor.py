@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from nvfp4_train.environment import version
@@ -150,10 +151,9 @@ def check_packages() -> tuple[list[str], list[str]]:
     try:
         from packaging.requirements import Requirement
     except ImportError:
-        return [], [f"packaging is missing: {_pip()} install --requirement {ROOT}/requirements.lock"]
-    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        return [], [f"packaging is missing: {_pip()} {_install('packaging')}"]
     packages, problems = [f"python {platform.python_version()}"], []
-    for found in map(Requirement, needed):
+    for found in map(Requirement, requirements()):
         installed = version(found.name)
         if installed is None:
             problems.append(f"{found.name} is missing ({found}): {_pip()} install '{found}'")
@@ -162,6 +162,20 @@ def check_packages() -> tuple[list[str], list[str]]:
         else:
             packages.append(f"{found.name} {installed}")
     return [", ".join(packages), platform.platform()], problems
+
+
+def requirements() -> list[str]:
+    """The required packages: of the clone, or of the distribution where this one was installed as a wheel."""
+    project = ROOT / "pyproject.toml"
+    if project.is_file():
+        return list(tomllib.loads(project.read_text())["project"]["dependencies"])
+    return [text for text in metadata.requires("nvfp4_train") or [] if "extra ==" not in text]
+
+
+def _install(package: str) -> str:
+    """What pip is asked for: all pinned packages of the clone, or of a wheel this one."""
+    lock = ROOT / "requirements.lock"
+    return f"install --requirement {quote(str(lock))}" if lock.is_file() else f"install --force-reinstall {package}"
 
 
 def _pip() -> str:
@@ -178,7 +192,11 @@ def check_recipes(capability: tuple[int, int] | None, engine: bool) -> list[str]
     native = native_formats(capability)
     ours = [name for name in native if name in FP8_FORMATS]
     theirs = [name for name in native if name not in (*ours, "bf16")]
-    later = {name: since for name, since in NATIVE_SINCE.items() if capability is None or since > capability}
+    later = {
+        name: since
+        for name, since in NATIVE_SINCE.items()
+        if (capability is None or since > capability) and name in native_formats(since)
+    }
     never = [name for name in NATIVE_SINCE if name not in (*native, *later)]
     beyond = ", ".join(f"{name} from {major}.{minor}" for name, (major, minor) in later.items())
     lines = [
@@ -220,7 +238,7 @@ def check_torch(found: Probe) -> tuple[list[str], list[str], dict[str, Any]]:
     if found.failure is not None:
         return (
             [],
-            [f"torch can't be imported: {found.failure}. {_pip()} install --requirement {ROOT}/requirements.lock"],
+            [f"torch can't be imported: {found.failure}. {_pip()} {_install('torch')}"],
             {},
         )
     said = json.loads(found.output)

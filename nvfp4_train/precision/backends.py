@@ -106,7 +106,7 @@ def choose_backend(
     problem = native_problem(config, capability)
     if config.backend != "transformer_engine" and problem is None:
         return Backend("native", _native_words(config))
-    by_te = capability_problem(config, capability) or map_linears(config, linears).problem
+    by_te = map_linears(config, linears).problem or capability_problem(config, capability)  # what no card mends, first
     if by_te is None:
         found = find_transformer_engine()
         if found.problem is None:

@@ -133,6 +133,20 @@ def test_a_gpu_is_named_with_what_it_multiplies(
     assert "native, by this package: fp8_current, fp8_delayed, fp8_block" in out
     assert "native, through Transformer Engine: none here" in out
     assert "nvfp4 from 10.0" in out
+    assert "mxfp4 from" not in out
+    assert "emulated alone here: mxfp4" in out
+
+
+def test_a_wheel_knows_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        tmp_path, "nvfp4-train", "9.9", monkeypatch,
+        METADATA="Requires-Dist: numpy>=2\nRequires-Dist: nosuch-package\nRequires-Dist: pytest; extra == 'dev'\n",
+    )  # fmt: skip
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)  # where there is no pyproject.toml
+    assert doctor.requirements() == ["numpy>=2", "nosuch-package"]
+    packages, problems = doctor.check_packages()
+    assert "numpy 2" in packages[0]
+    assert [problem.partition(":")[0] for problem in problems] == ["nosuch-package is missing (nosuch-package)"]
 
 
 def test_what_blackwell_multiplies_and_through_what() -> None:
