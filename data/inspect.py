@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     arguments = parser().parse_args(argv)
+    if isinstance(sys.stdout, TextIOWrapper):  # text of any language, on a terminal that may lack its letters
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         for line in inspect(arguments.run, arguments.step, arguments.sample):
             print(line)

@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     }
     write_files(arguments.out, files)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    console.print(terminal_table(comparison))
+    console.print(terminal_table(comparison, console.encoding))
     for line in remarks(comparison):
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"written to {arguments.out}: {', '.join(files)}", markup=False, soft_wrap=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from shlex import quote
 
 from data.corpus import Corpus
 from nvfp4_train import cli
@@ -48,7 +49,7 @@ def _print(corpus: Corpus) -> None:
     for name, split in (("train", corpus.train), ("validation", corpus.validation)):
         print(f"  {name:<11}{split.documents:>12,} documents{split.tokens:>16,} tokens{split.bytes:>16,} bytes of text")
     print(f"  skipped    {corpus.empty:>12,} empty and {len(corpus.bad):,} unreadable documents")
-    print(f"Train on it with data.path={corpus.path}, or with the same data.* settings.")
+    print(f"Train on it with {quote(f'data.path={corpus.path}')}, or with the same data.* settings.")
 
 
 if __name__ == "__main__":

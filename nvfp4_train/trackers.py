@@ -5,6 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 import secrets
+import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +71,7 @@ class WandbTracker:
         if segments:
             self._say("to upload to wandb, in this order:")
             for segment in segments:
-                self._say(f"  wandb sync {segment}")
+                self._say(f"  wandb sync {shlex.quote(str(segment))}")
 
 
 def start_tracker(

@@ -43,14 +43,22 @@ def _loss(measured: Measured) -> str:
     return f"{measured.baseline_loss:.4f} → {measured.run_loss:.4f}"
 
 
-def terminal_table(comparison: Comparison) -> Table:
-    """The table of runs for a terminal."""
+def terminal_table(comparison: Comparison, encoding: str = "utf-8") -> Table:
+    """The table of runs for a terminal, in letters that it has."""
     table = Table(title=f"baseline: {comparison.baseline.name}", title_justify="left")
     for index, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if index == 0 else "right", overflow="fold")
+        table.add_column(_spelt(heading, encoding), justify="left" if index == 0 else "right", overflow="fold")
     for row in table_rows(comparison):
-        table.add_row(*row)
+        table.add_row(*(_spelt(text, encoding) for text in row))
     return table
+
+
+def _spelt(text: str, encoding: str) -> str:
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.replace("→", "->").replace("±", "+-")
+    return text
 
 
 def remarks(comparison: Comparison) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.comparison.synthetic import TOKENS_PER_STEP, config, losses, make_run
 
 FILES = {"compare.json", "loss.png", "gap.png", "report.html"}
 STEPS = 400
+ROOT = Path(report.__file__).parents[2]
 
 
 def validation(gap: float) -> dict[int, float]:
@@ -109,6 +111,15 @@ def test_a_paired_run(runs: Path, out: Path, capsys: pytest.CaptureFixture[str])
     assert {path.name for path in out.iterdir()} == FILES
     printed = capsys.readouterr().out
     assert re.search(r"a .*yes.*\+\d\.\d+ ± 0\.\d+.*\+3\.000", printed)
+
+
+def test_a_terminal_that_lacks_the_arrow(runs: Path, out: Path) -> None:
+    command = [sys.executable, "-m", "nvfp4_train.compare", str(runs / "base"), str(runs / "a"), "--out", str(out)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"loss: baseline -> run", done.stdout)
+    assert re.search(r"a .*yes.*\d -> \d.*\+\d\.\d+ \+- 0\.\d+", done.stdout)
 
 
 def test_several_runs_at_once(runs: Path, out: Path) -> None:

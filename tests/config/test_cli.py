@@ -93,6 +93,13 @@ def test_exit_codes_of_bodies() -> None:
     assert guarded(interrupted) == ExitCode.INTERRUPTED
 
 
+def test_no_command_ends_of_a_letter_that_a_terminal_lacks() -> None:
+    code = "import sys; from nvfp4_train.exits import guarded; sys.exit(guarded(lambda: print('läuft → hier')))"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "l\\xe4uft \\u2192 hier\n", "")
+
+
 def test_the_body_gets_the_configuration(tmp_path: Path) -> None:
     code, seen = run("steps=7", "precision=fp8_block", "run_dir=here")
     assert code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from dataclasses import replace
@@ -141,6 +142,15 @@ def test_a_failure_while_logging_is_said_once_and_ends_tracking(wandb: FakeWandb
         tracker.log({"tokens": number})
     tracker.finish(0)
     assert said == ["warning: wandb stopped taking metrics (service gone); metrics.jsonl goes on"]
+
+
+def test_the_command_to_upload_can_be_pasted(wandb: FakeWandb, tmp_path: Path) -> None:
+    folder = tmp_path / "my runs"
+    segment = folder / "wandb" / "offline-run-20260101_000000-abc"
+    segment.mkdir(parents=True)
+    said: list[str] = []
+    start(folder, LoggingConfig(), said).finish(0)
+    assert shlex.split(said[-1]) == ["wandb", "sync", str(segment)]
 
 
 def test_a_broken_installation_does_not_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
