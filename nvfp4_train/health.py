@@ -45,7 +45,7 @@ def run(folder: Path) -> ExitCode:
     from rich.console import Console
     from rich.table import Table
 
-    from nvfp4_train.comparison.quant import tensors
+    from nvfp4_train.comparison.quant import sampled, tensors
     from nvfp4_train.comparison.runs import CompareError, open_run
 
     found = open_run(folder)
@@ -54,7 +54,8 @@ def run(folder: Path) -> ExitCode:
         raise CompareError(
             f"{folder}: sampled no quantization health. Train with logging.health_every=50, then ask again."
         )
-    table = Table(title=f"{found.name}, step {found.quant_step}: worst {WORST} of {len(health)}", title_justify="left")
+    title = f"{found.name}, {sampled(health, found.quant_steps)}: worst {min(WORST, len(health))} of {len(health)}"
+    table = Table(title=title, title_justify="left")
     for heading in ("linear", "operand", "flushed", "SQNR", "bias", "what stands out"):
         table.add_column(heading, justify="left" if heading in ("linear", "operand") else "right", no_wrap=True)
     for tensor in sorted(health, key=severity, reverse=True)[:WORST]:

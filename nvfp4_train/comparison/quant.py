@@ -48,6 +48,13 @@ def tensors(quant: Mapping[str, float]) -> list[TensorHealth]:
     return [TensorHealth(linear, operand, statistics) for (linear, operand), statistics in found.items()]
 
 
+def sampled(health: Sequence[TensorHealth], steps: Mapping[str, int]) -> str:
+    """When these tensors were sampled, given the step of each metric: `step 50`, or `steps 50 to 80, each its last`."""
+    names = (f"{PREFIX}{tensor.linear}/{tensor.operand}/{name}" for tensor in health for name in tensor.statistics)
+    found = {steps[name] for name in names}
+    return f"step {min(found)}" if len(found) == 1 else f"steps {min(found)} to {max(found)}, each its last sample"
+
+
 @dataclass(frozen=True)
 class HeatMap:
     """One statistic over a model: `values` [rows, columns], NaN where there is no such tensor."""

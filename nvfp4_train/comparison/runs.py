@@ -65,7 +65,7 @@ class Run:
         train, val: the curves; `val` may be empty.
         hashes: of the global batch, by step.
         switches: of precision during the run, in order.
-        quant: the last value of each `quant/...` metric, and `quant_step`, the last step that logged one.
+        quant: the last value of each `quant/...` metric. quant_steps: the step of each of them.
         config: `config.yaml`, or None where there is none.
         precision: `precision.json`, or None where there is none.
         notes: what a reader of the comparison should know about this run.
@@ -78,7 +78,7 @@ class Run:
     hashes: Mapping[int, str]
     switches: tuple[Switch, ...] = ()
     quant: Mapping[str, float] = field(default_factory=dict)
-    quant_step: int | None = None
+    quant_steps: Mapping[str, int] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     precision: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ def open_run(path: Path) -> Run:
         hashes=reader.hashes,
         switches=tuple(reader.switches),
         quant=reader.quant,
-        quant_step=reader.quant_step,
+        quant_steps=reader.quant_steps,
         config=_read_mapping(path / "config.yaml"),
         precision=_read_mapping(path / "precision.json"),
         notes=tuple(reader.notes),
@@ -135,7 +135,7 @@ class _Reader:
         self.hashes: dict[int, str] = {}
         self.switches: list[Switch] = []
         self.quant: dict[str, float] = {}
-        self.quant_step: int | None = None
+        self.quant_steps: dict[str, int] = {}
         self.notes: list[str] = []
         self._passes = ""
         self._recipes: dict[int, tuple[int, str]] = {}
@@ -186,7 +186,7 @@ class _Reader:
             self._recipes[step] = tokens, record["precision/recipe"]
         for name, value in record.items():
             if name.startswith("quant/") and isinstance(value, int | float):
-                self.quant[name], self.quant_step = float(value), step
+                self.quant[name], self.quant_steps[name] = float(value), step
 
     def _whole(self, record: dict[str, Any], name: str, number: int) -> int:
         value = record.get(name)

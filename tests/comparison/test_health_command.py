@@ -50,6 +50,16 @@ def test_worst_first_and_a_rule_for_a_role(tmp_path: Path, capsys: pytest.Captur
     assert """'precision.rules=[{match: "*.out_proj", format: mxfp8}]'""" in printed
 
 
+def test_operands_that_were_last_sampled_at_other_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a run whose forward pass has gone to BF16: the last step that logged any has none of its operands."""
+    forward = {"quant/decoder.layers.0.mixer.in_proj/fprop_input/sqnr_db": 20.0}
+    backward = {"quant/decoder.layers.0.mixer.in_proj/wgrad_input/sqnr_db": 20.0}
+    zeros = {"quant/decoder.layers.0.mixer.in_proj/weight_gradient/zeros": 0.1}
+    path = make_run(tmp_path / "run", np.linspace(3.0, 2.0, 5), extra={2: forward, 3: backward, 4: zeros})
+    assert main([str(path)]) == 0
+    assert "run, steps 2 to 3, each its last sample: worst 2 of 2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "bad", [{"flushed": 0.22}, {"sqnr_db": 12.0}, {"bias": -0.02}], ids=lambda bad: next(iter(bad))
 )

@@ -33,7 +33,7 @@ def test_columns(tmp_path: Path) -> None:
     assert (run.val.tokens.tolist(), run.val.losses.tolist()) == ([20], [3.5])
     assert run.hashes == {1: "aa", 2: "ab"}
     assert run.quant == {"quant/a.layers.0.b/fprop_input/flushed": 0.25}
-    assert run.quant_step == 2
+    assert run.quant_steps == dict.fromkeys(run.quant, 2)
     assert (run.config, run.precision, run.notes) == (None, None, ())
 
 
