@@ -101,8 +101,11 @@ class DataConfig:
             DataError: path and sources together, or neither; a name that is taken twice or can't be part of a metric's.
         """
         if (self.path is None) == (not self.sources):
-            given = "neither is given" if self.path is None else f"path={self.path} and {len(self.sources)} sources are"
-            raise DataError(f"data: {given}. Write data.path for one source, or data.sources with data.path=null.")
+            none = "neither data.path nor data.sources is"
+            given = none if self.path is None else f"data.path={self.path} and data.sources are both"
+            raise DataError(
+                f"data: {given} given. Write data.path for one source, or data.sources with data.path=null for several."
+            )
         if self.path is not None:
             return (SourceConfig("text", self.path),)
         names = [source.name for source in self.sources]

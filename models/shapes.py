@@ -223,15 +223,15 @@ def stage_patterns(config: ModelConfig, pipeline: int, virtual_pipeline: int = 1
     if cuts == 0:
         if len(letters) % segments:
             raise ModelError(
-                f"pattern has {len(letters)} blocks, which {segments} stages ({stages}) can't share equally: use "
+                f"model.pattern has {len(letters)} blocks, which {segments} stages ({stages}) can't share equally: use "
                 f"{nearest_multiples(len(letters), segments)} blocks, or cut the pattern with {segments - 1} '|'"
             )
         size = len(letters) // segments
         return tuple(letters[start : start + size] for start in range(0, len(letters), size))
     if cuts + 1 != segments:
         raise ModelError(
-            f"pattern {config.pattern!r} has {cuts + 1} stages ({cuts} '|'), but {stages} needs {segments}: write "
-            f"{segments - 1} '|', or set parallel.pipeline={cuts + 1}"
+            f"model.pattern={config.pattern!r} has {cuts + 1} stages ({cuts} '|'), but {stages} needs {segments}: "
+            f"write {segments - 1} '|', or set parallel.pipeline={cuts + 1}"
         )
     return tuple(config.pattern.split(STAGE_CUT))
 
@@ -265,14 +265,16 @@ def validate(
     _check_values(config)
     stages = stage_patterns(config, pipeline, virtual_pipeline)
     if not all(stages):
-        raise ModelError(f"pattern {config.pattern!r} has an empty stage: put at least one block between two '|'")
+        raise ModelError(f"model.pattern={config.pattern!r} has an empty stage: put at least one block between two '|'")
     if MAMBA in config.pattern:
         _check_mamba(config, tensor, context)
     if ATTENTION in config.pattern:
         _check_attention(config, tensor)
     if FEED_FORWARD in config.pattern:
-        _check_split("ffn_hidden_size", config.ffn_hidden_size, tensor)
-    _check_split("the padded vocabulary (vocab_size rounded up to vocab_multiple)", padded_vocab_size(config), tensor)
+        _check_split("model.ffn_hidden_size", config.ffn_hidden_size, tensor)
+    _check_split(
+        "the padded vocabulary (model.vocab_size rounded up to model.vocab_multiple)", padded_vocab_size(config), tensor
+    )
     if sequence and tensor == 1:
         raise ModelError(
             "parallel.sequence=true with parallel.tensor=1: sequence parallelism shares tokens among tensor-parallel "
@@ -336,25 +338,25 @@ def _check_groups(heads_name: str, heads: int, groups_name: str, groups: int) ->
 
 def _check_attention(config: ModelConfig, tensor: int) -> None:
     heads, groups = config.num_attention_heads, config.num_query_groups
-    _check_groups("num_attention_heads", heads, "num_query_groups", groups)
-    _check_split("num_attention_heads", heads, tensor)
-    _check_split("num_query_groups", groups, tensor)
+    _check_groups("model.num_attention_heads", heads, "model.num_query_groups", groups)
+    _check_split("model.num_attention_heads", heads, tensor)
+    _check_split("model.num_query_groups", groups, tensor)
 
 
 def _check_mamba(config: ModelConfig, tensor: int, context: int) -> None:
     heads, groups = config.mamba_num_heads, config.mamba_num_groups
-    _check_groups("mamba_num_heads", heads, "mamba_num_groups", groups)
-    _check_split("mamba_num_groups", groups, tensor)
-    _check_split("mamba_num_heads", heads, tensor)
+    _check_groups("model.mamba_num_heads", heads, "model.mamba_num_groups", groups)
+    _check_split("model.mamba_num_groups", groups, tensor)
+    _check_split("model.mamba_num_heads", heads, tensor)
     if (heads // tensor) % context:
         raise ModelError(
-            f"mamba_num_heads={heads} over parallel.tensor={tensor} leaves {heads // tensor} heads, which "
+            f"model.mamba_num_heads={heads} over parallel.tensor={tensor} leaves {heads // tensor} heads, which "
             f"parallel.context={context} ranks can't share equally: use {nearest_multiples(heads, tensor * context)}"
         )
     local_groups = groups // tensor
     if local_groups % context and context % local_groups:
         raise ModelError(
-            f"mamba_num_groups={groups} over parallel.tensor={tensor} leaves {local_groups} groups for "
+            f"model.mamba_num_groups={groups} over parallel.tensor={tensor} leaves {local_groups} groups for "
             f"parallel.context={context} ranks: one of the two must be a multiple of the other"
         )
     channels = mamba_conv_channels(config)
@@ -362,7 +364,8 @@ def _check_mamba(config: ModelConfig, tensor: int, context: int) -> None:
         raise ModelError(
             f"the Mamba convolution has {channels // tensor} channels a rank (heads * head size + 2 * groups * state = "
             f"{channels} over parallel.tensor={tensor}); the kernels need a multiple of {CONV_ALIGNMENT}, for example "
-            f"{nearest_multiples(channels // tensor, CONV_ALIGNMENT)}: change mamba_state_dim or mamba_head_dim"
+            f"{nearest_multiples(channels // tensor, CONV_ALIGNMENT)}: change "
+            "model.mamba_state_dim or model.mamba_head_dim"
         )
 
 
@@ -373,8 +376,8 @@ def _check_sequence(
     pieces = (2 * context if context > 1 else 1) * (tensor if sequence else 1)
     if length % pieces:
         raise ModelError(
-            f"sequence length {length} can't be shared equally: parallel.context={context}, parallel.tensor={tensor} "
-            f"and parallel.sequence={str(sequence).lower()} cut it into {pieces} pieces. Use "
+            f"data.sequence_length={length} can't be shared equally: parallel.context={context}, "
+            f"parallel.tensor={tensor} and parallel.sequence={str(sequence).lower()} cut it into {pieces} pieces. Use "
             f"{nearest_multiples(length, pieces)}"
         )
     if micro_batch is None or MAMBA not in config.pattern:
@@ -384,8 +387,8 @@ def _check_sequence(
     if product >= MAX_ELEMENTS:
         largest = (MAX_ELEMENTS - 1) // (length * width)
         raise ModelError(
-            f"micro-batch {micro_batch} * sequence {length} * in_proj width {width} a rank = {product} elements, and "
-            f"the scan kernels index with 32 bits (limit {MAX_ELEMENTS}): use "
+            f"data.micro_batch={micro_batch} * data.sequence_length={length} * in_proj width {width} a rank = "
+            f"{product} elements, and the scan kernels index with 32 bits (limit {MAX_ELEMENTS}): use "
             + (f"a micro-batch of at most {largest}" if largest else "a shorter sequence")
             + ", or more tensor or context ranks"
         )

@@ -14,6 +14,7 @@ from nvfp4_train.config import ConfigError, RunConfig
 from nvfp4_train.precision.validation import BACKENDS, GEMMS
 from nvfp4_train.schema import did_you_mean, shown
 
+MOST = 2**63 - 1  # of what is counted, or seeds a generator, in 64 bits
 AT_LEAST: dict[str, int] = {
     "steps": 1,
     "seed": 0,
@@ -47,7 +48,7 @@ AT_LEAST: dict[str, int] = {
 }
 ABOVE_ZERO = ("optimizer.lr", "optimizer.eps")
 BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "data.validation_share")
-AT_MOST_ONE = ("schedule.min_lr_ratio",)
+AT_MOST: dict[str, int] = {"schedule.min_lr_ratio": 1, "seed": MOST}
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.packing": PACKINGS,
     "schedule.decay_style": ("linear", "cosine", "exponential", "minus_sqrt"),
@@ -75,14 +76,24 @@ def check_values(config: RunConfig) -> None:
     for key in BELOW_ONE:
         if not 0 <= value_at(config, key) < 1:
             raise ConfigError(f"{key}: wanted a number from 0 to below 1, got {value_at(config, key)}.")
-    for key in AT_MOST_ONE:
-        if value_at(config, key) > 1:
-            raise ConfigError(f"{key}: wanted 1 or less, got {value_at(config, key)}.")
+    for key, most in AT_MOST.items():
+        if value_at(config, key) > most:
+            raise ConfigError(f"{key}: wanted {most} or less, got {value_at(config, key)}.")
+    _check_count(config)
     for key, choices in CHOICES.items():
         value = value_at(config, key)
         if value not in choices:
             near = did_you_mean(value, choices)
             raise ConfigError(f"{key}: wanted one of {', '.join(choices)}, got {shown(value)}.{near}")
+
+
+def _check_count(config: RunConfig) -> None:
+    tokens = config.steps * config.data.global_batch * config.data.sequence_length
+    if tokens > MOST:
+        raise ConfigError(
+            f"steps={config.steps}: steps * data.global_batch * data.sequence_length = {tokens:.1e} tokens, more than "
+            f"can be counted ({MOST:.1e}). Write fewer steps."
+        )
 
 
 def value_at(config: Any, key: str) -> Any:

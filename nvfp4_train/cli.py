@@ -28,16 +28,23 @@ __all__ = ["ExitCode", "compose", "execute", "guarded", "help_text", "parse_argu
 
 @dataclass(frozen=True)
 class Command:
-    """What `--help` says of a command, name to meaning. `flags`: options without a value; `numbers`: with a number."""
+    """What `--help` says of a command, name to meaning. `flags`: options without a value; `numbers`: with a number;
+    `keys`: a line of those that are its alone.
+    """
 
     purpose: str
     flags: dict[str, str]
     numbers: dict[str, str] = field(default_factory=dict)
+    keys: str = ""
 
 
 COMMANDS = {
     "train": Command("Trains one model, or continues the run that run_dir holds.", {}),
-    "prepare": Command("Turns text into tokens on disk, once for each source; training then reads those.", {}),
+    "prepare": Command(
+        "Turns text into tokens on disk, once for each source; training then reads those.",
+        {},
+        keys="  tokenizer.train=FILE  tokenizer.vocab_size=N  tokenizer.special_tokens=[...]  shard=1/8\n",
+    ),
     "plan": Command(
         "Says what a run would be, and trains nothing: parameters, FLOPs, memory, time, what runs in which format.",
         {"json": "print JSON alone", "recipes": "list the precision recipes"},
@@ -168,7 +175,7 @@ Groups (a file each in configs/; experiment and debug may change any key)
 {listing}
 
 Keys, the most used (all of them: --cfg job; their meaning: nvfp4_train/config.py)
-  steps=N  seed=N  run_dir=PATH  resume=auto|never|PATH  stop_after=N  baseline=RUN_DIR
+{known.keys}  steps=N  seed=N  run_dir=PATH  resume=auto|never|PATH  stop_after=N  baseline=RUN_DIR
   data.path=PATH  data.tokenizer=byte|FILE  data.global_batch=N  data.micro_batch=N  data.sequence_length=N
   model.pattern=TEXT  model.hidden_size=N  optimizer.lr=X  schedule.warmup=DURATION  schedule.decay=DURATION
   precision.bf16_blocks.first=N  precision.bf16_blocks.last=N|SHARE  precision.rotation=null|16|32|64|128

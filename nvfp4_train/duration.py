@@ -65,3 +65,11 @@ class Duration:
 
     def __str__(self) -> str:
         return f"{float(self.amount):g} of the run" if self.unit == "share" else f"{int(self.amount):,} {self.unit}"
+
+
+def duration_of(key: str, value: float | int | str) -> Duration:
+    """`Duration.parse` of the value at a key, which its ConfigError names."""
+    try:
+        return Duration.parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None

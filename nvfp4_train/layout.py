@@ -7,7 +7,7 @@ from pathlib import Path
 from data.config import check_weights
 from models.shapes import linear_shapes, validate
 from nvfp4_train.config import ConfigError, ParallelConfig, RunConfig
-from nvfp4_train.duration import Duration
+from nvfp4_train.duration import duration_of
 from nvfp4_train.precision import backends
 from nvfp4_train.precision.assignment import assign
 from nvfp4_train.precision.backends import Backend
@@ -26,8 +26,8 @@ def phase_steps(config: RunConfig) -> list[int]:
     Raises ConfigError for phases that are out of order or begin when the run is over.
     """
     steps: list[int] = []
-    for phase in config.data.phases:
-        start = Duration.parse(phase.start).steps(config.steps, tokens_per_step(config))
+    for index, phase in enumerate(config.data.phases):
+        start = duration_of(f"data.phases[{index}].start", phase.start).steps(config.steps, tokens_per_step(config))
         if not (steps[-1] if steps else 0) < start < config.steps:
             raise ConfigError(
                 f"data.phases: start={phase.start} is after step {start} of {config.steps}"
@@ -98,8 +98,9 @@ def check_layout(config: RunConfig, world_size: int) -> None:
     if world_size % ranks:
         nearest = _around(world_size, ranks)
         raise ConfigError(
-            f"{sizes}: {world_size} processes can't hold whole copies of a model that is split over {ranks}. "
-            f"Start {nearest} processes, or split the model over {_divisors_near(world_size, ranks)}."
+            f"{sizes}: the number of processes is no multiple of the {ranks} that hold one copy of the model. Start "
+            f"{nearest} processes (python -m launch.run --processes N; plan: --world N), or split the model over "
+            f"{_divisors_near(world_size, ranks)}."
         )
     replicas = world_size // ranks
     step = data.micro_batch * replicas

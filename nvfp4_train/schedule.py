@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nvfp4_train.config import ConfigError, OptimizerConfig, ScheduleConfig
-from nvfp4_train.duration import Duration
+from nvfp4_train.duration import duration_of
 
 # Share of the way from the last to the held learning rate, for a decay done to `x` in (0, 1]. Megatron's WSD shapes.
 _DECAY: dict[str, Callable[[float], float]] = {
@@ -51,7 +51,7 @@ def build_schedule(schedule: ScheduleConfig, optimizer: OptimizerConfig, steps: 
     """
     if schedule.decay_style not in _DECAY:
         raise ConfigError(f"schedule.decay_style={schedule.decay_style!r}: known are {', '.join(_DECAY)}")
-    first, last = Duration.parse(schedule.warmup), Duration.parse(schedule.decay)
+    first, last = (duration_of(f"schedule.{key}", getattr(schedule, key)) for key in ("warmup", "decay"))
     warmup, decay = first.steps(steps, tokens_per_step), last.steps(steps, tokens_per_step)
     if first.unit == last.unit == "share" and first.amount + last.amount <= 1:
         decay = min(decay, steps - warmup)  # both are rounded up, which may be a step too many

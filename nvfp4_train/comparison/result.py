@@ -207,7 +207,8 @@ def _measure_val(baseline: Run, run: Run, notes: list[str]) -> Measured | None:
         )
     measured = _measure(aligned)
     if measured.gap.half_width is None:
-        notes.append(f"{run.name}: {len(aligned)} common validations are too few to tell the noise; no band is given")
+        count = "one common validation is" if len(aligned) == 1 else f"{len(aligned)} common validations are"
+        notes.append(f"{run.name}: {count} too few to tell the noise; no band is given")
     return measured
 
 

@@ -205,4 +205,8 @@ def written(value: Any) -> str:
     """A value as it is written on the command line."""
     if value is None:
         return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str) and value.lstrip("-").isdigit():
+        return f'"{value}" (text)'
     return f"[{','.join(map(str, value))}]" if isinstance(value, (tuple, list)) else str(value)

@@ -82,7 +82,10 @@ def test_gathering_weights_in_passing_needs_a_distributed_optimizer(base: RunCon
     ("sizes", "words"),
     [
         ({"parallel.tensor": 3, "parallel.sequence": True}, ("parallel.tensor=3",)),
-        ({"parallel.context": 2, "data.sequence_length": 1001}, ("sequence length 1001", "4 pieces", "1000 or 1004")),
+        (
+            {"parallel.context": 2, "data.sequence_length": 1001},
+            ("data.sequence_length=1001", "4 pieces", "1000 or 1004"),
+        ),
         ({"parallel.tensor": 4}, ("mamba_num_groups = 2", "parallel.tensor=4")),
         ({"parallel.pipeline": 3}, ("10 blocks", "3 stages", "9 or 12")),
         ({"model.pattern": "M-|M*-|M-M*-", "parallel.pipeline": 2}, ("3 stages", "2 '|'", "parallel.pipeline=3")),

@@ -93,8 +93,8 @@ def test_names_and_paths_of_sources() -> None:
 
     assert [source.name for source in config(None, "a", "b").blended()] == ["a", "b"]
     for bad, words in (
-        (config(None), "neither is given"),
-        (config("/x", "a"), "path=/x and 1 sources are"),
+        (config(None), "neither data.path nor data.sources is given"),
+        (config("/x", "a"), "data.path=/x and data.sources are both given"),
         (config(None, "a", "a"), "a is the name of several"),
         (config(None, "a/b"), "'a/b' is part of metrics' names"),
     ):
