@@ -79,6 +79,7 @@ def test_slots_are_spread_over_gpus() -> None:
     places = slots(2, 2, 16)
     assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in places] == ["0", "1", "0", "1"]
     assert {place.threads for place in places} == {4}
+    assert [place.delay for place in places] == [0, 0, runner.START_S, runner.START_S]
     assert [(place.environment, place.threads) for place in slots(0, 2, 2)] == [({}, 1)] * 2
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 
 from nvfp4_train.comparison.runs import open_run
 from nvfp4_train.exits import ExitCode
@@ -35,10 +35,18 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one run at a time goes: the environment of its process, and its threads."""
+    """Where one run at a time goes.
+
+    Attributes:
+        environment: of its process.
+        threads: of its process.
+        delay: seconds before its first run. Runs are about as long as each other, so slots of one GPU that begin
+            together would go on starting their processes together, and leave the GPU idle meanwhile.
+    """
 
     environment: Mapping[str, str]
     threads: int
+    delay: float = 0.0
 
 
 def slots(devices: int, jobs: int, cores: int) -> list[Slot]:
@@ -47,7 +55,10 @@ def slots(devices: int, jobs: int, cores: int) -> list[Slot]:
     threads = max(1, cores // count)
     if not devices:
         return [Slot({}, threads)] * count
-    return [Slot({"CUDA_VISIBLE_DEVICES": str(number % devices)}, threads) for number in range(count)]
+    return [
+        Slot({"CUDA_VISIBLE_DEVICES": str(number % devices)}, threads, number // devices * START_S)
+        for number in range(count)
+    ]
 
 
 @dataclass
@@ -63,13 +74,13 @@ class Queue:
     deadline: float | None
     pace: dict[str, float] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
-    stopped: bool = False
+    stopped: Event = field(default_factory=Event)
     lock: Lock = field(default_factory=Lock)
 
     def next(self) -> tuple[Plan, Cell] | None:
         """The next cell, or None where there is none or the time does not suffice for it."""
         with self.lock:
-            if self.stopped or not self.waiting:
+            if self.stopped.is_set() or not self.waiting:
                 return None
             needed = self.needed(*self.waiting[0])
             if self.deadline is not None and self.clock() + (needed or 0.0) > self.deadline:
@@ -102,13 +113,15 @@ def run_cells(queue: Queue, places: list[Slot], folder: Path, store: Store, say:
     failures: list[str] = []
 
     def work(slot: Slot) -> None:
+        queue.stopped.wait(slot.delay)
         while (taken := queue.next()) is not None:
             try:
                 _train(*taken, slot, len(places), folder, queue, store, say)
             except Exception as error:  # one cell must not hide the others
                 failures.append(f"{taken[1].name}: {error}")
                 say(failures[-1])
-                queue.stopped = queue.stopped or len(failures) >= MOST_FAILURES
+                if len(failures) >= MOST_FAILURES:
+                    queue.stopped.set()
 
     with ThreadPoolExecutor(len(places)) as pool:
         futures = [pool.submit(work, slot) for slot in places]
@@ -116,7 +129,7 @@ def run_cells(queue: Queue, places: list[Slot], folder: Path, store: Store, say:
             for future in futures:
                 future.result()
         except KeyboardInterrupt:  # the processes have it from the terminal, too: they save and end
-            queue.stopped = True
+            queue.stopped.set()
             raise
     return failures
 
