@@ -69,6 +69,11 @@ def _check(path: Path, config: DataConfig, training: TokenizerTraining) -> None:
             f"tokenizer.train={path} and data.tokenizer={config.tokenizer} are two tokenizers. Leave one of them out; "
             "what is trained is used for the preparation that follows."
         )
+    if "" in training.special_tokens or len(set(training.special_tokens)) < len(training.special_tokens):
+        raise DataError(
+            f"tokenizer.special_tokens={list(training.special_tokens)} names one twice, or nothing. Give each its own "
+            "text."
+        )
     if not set(training.special_tokens) & set(EOD_TOKENS):
         raise DataError(
             f"tokenizer.special_tokens={list(training.special_tokens)} has none that ends a document. Name one of "

@@ -59,6 +59,8 @@ def test_it_learns_from_what_is_trained_on_alone(tmp_path: Path, make_config: Ma
         ({"vocab_size": 100}, r"vocab_size=100 is below 257: 256 bytes and 1 special"),
         ({"vocab_size": 100_000}, r"the text has merges for \d+ ids alone"),
         ({"special_tokens": ("<x>",)}, "has none that ends a document"),
+        ({"special_tokens": ("</s>", "<x>", "</s>")}, "names one twice, or nothing"),
+        ({"special_tokens": ("</s>", "")}, "names one twice, or nothing"),
     ],
 )
 def test_settings_that_make_no_tokenizer(config: DataConfig, tmp_path: Path, changes: dict, words: str) -> None:

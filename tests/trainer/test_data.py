@@ -161,3 +161,12 @@ def test_blends_that_are_none(make: Make, sources: dict[str, Path], overrides: l
     config = make("bf16", *blend(sources), *overrides)
     with pytest.raises((ConfigError, ValueError), match=words):
         check_run(config)
+
+
+def test_a_vocabulary_that_does_not_hold_every_id_is_refused_before_anything_is_written(make: Make) -> None:
+    config = make("bf16", "model.vocab_size=256")
+    with pytest.raises(
+        ValueError, match=r"model\.vocab_size is 256, .* the end-of-document token is 256.*=257 or more"
+    ):
+        train(config)
+    assert not Path(str(config.run_dir)).exists()
