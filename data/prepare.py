@@ -238,7 +238,7 @@ class _Work:
 
         def line(seconds: float) -> str:
             size = sum(path.stat().st_size for path in whole.glob("*.bin"))
-            return f"data: putting {len(self._parts)} parts together, {size / 1e6:,.0f} MB of ids so far"
+            return f"data: putting the parts together, {size / 1e6:,.0f} MB of ids so far"
 
         with saying(self._say, line):
             corpus = self._put_together(whole)
