@@ -39,4 +39,4 @@ fi
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 touch .venv/.ready
-echo "make env: .venv is ready"
+echo "make env: .venv is ready; source .venv/bin/activate makes python the one in it"
