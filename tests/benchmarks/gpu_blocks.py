@@ -25,6 +25,7 @@ with quiet():
     from nvfp4_train.optimizer import wrap_data_parallel
     from nvfp4_train.precision.phases import Passes
     from nvfp4_train.setup import build_quantized_model
+    from tests.benchmarks.card import need_card
     from tests.benchmarks.gpu_linear import milliseconds
     from tests.benchmarks.gpu_step import ALL_QUANTIZED, BLOCKS_12B
 
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"by default {', '.join(RECIPES)}")
     chosen = parser.parse_args(arguments)
+    need_card()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; ms forward and backward, and over {BASELINE}")
     baseline: dict[str, float] = {}
     first = configuration(BASELINE)

@@ -24,6 +24,7 @@ from nvfp4_train.precision.kernels import launch
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.precision.runtime import PrecisionRuntime
 from nvfp4_train.precision.three_gemms import ThreeGemms
+from tests.benchmarks.card import need_card
 from tests.precision.linears import precision
 
 # tokens, in-features, out-features
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a quarter of the repetitions")
     parser.add_argument("--quantizers", action="store_true", help="the quantizers alone")
     arguments = parser.parse_args()
+    need_card()
     quick = arguments.quick
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, ", end="")

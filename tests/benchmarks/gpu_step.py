@@ -32,6 +32,7 @@ with quiet():
     from nvfp4_train.layout import choose_backend
     from nvfp4_train.memory import Machine, memory
     from nvfp4_train.precision.assignment import assign
+    from tests.benchmarks.card import need_card
     from tests.benchmarks.training_step import TrainingStep
 
 MEGATRON = "megatron"  # in a case's name: not our step, but Megatron-Core's
@@ -184,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--profile", action="store_true", help=f"list {MANY} kernels of each case, not {FEW}")
     parser.add_argument("--deterministic", action="store_true", help="only kernels that add in one fixed order")
     chosen = parser.parse_args(arguments)
+    need_card()
     columns = (
         ("ms", 8),
         ("/bf16", 6),

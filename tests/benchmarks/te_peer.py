@@ -22,6 +22,7 @@ from data.quiet import quiet
 with quiet():
     from nvfp4_train.compose import compose
     from nvfp4_train.trainer import train
+    from tests.benchmarks.card import need_card
 
 RECIPES = ("fp8_block", "fp8_current", "fp8_delayed")
 BASE = ("experiment=quickstart", "logging.wandb=disabled", "checkpoint.every=0", "evaluation.every=0")
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", default=RECIPES)
     parser.add_argument("--steps", type=int, default=50)
     chosen = parser.parse_args(arguments)
+    need_card()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {chosen.steps} steps of the quickstart")
     columns = ("first", "TE first", "last", "TE last", "noise", "to TE", "to BF16")
     rows = [f"{'recipe':<12} " + " ".join(f"{column:>10}" for column in columns)]

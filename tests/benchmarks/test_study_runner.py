@@ -177,3 +177,15 @@ def test_the_command_prepares_trains_keeps_and_reports(
     again = capsys.readouterr().out
     assert f"tokenizer: {results / 'study' / 'tokenizer.json'} is there already" in again
     assert "1 runs to train" in again  # what is kept is not trained again
+
+
+@pytest.mark.parametrize("command", ["run", "times"])
+def test_without_a_gpu_nothing_is_prepared_or_kept(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["--results", str(tmp_path), command]) == ExitCode.MISTAKE
+    said = capsys.readouterr().err
+    assert "there is none here" in said
+    assert ("--gpus 0" in said) == (command == "run")
+    assert list(tmp_path.iterdir()) == []

@@ -72,6 +72,7 @@ def report(arguments: argparse.Namespace) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Train the next cells."""
     started, folder = time.monotonic(), kept(arguments)
+    devices = _devices(" --gpus 0 starts it all the same.") if arguments.gpus is None else arguments.gpus
     deadline = None if arguments.minutes is None else started + 60 * arguments.minutes
     # The tokenizer is kept with the runs: half a megabyte, and half a minute less on a machine that starts bare.
     overrides = [f"data.tokenizer={folder / text.TOKENIZER}", *arguments.overrides]
@@ -87,7 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
         plan = Plan.make(length, shared, corpus.hash, arguments.steps)
         chosen = [cell for cell in cells(length, measured) if fnmatch(cell.name, arguments.only)]
         wanted += missing(plan, chosen, records)
-    devices = _devices() if arguments.gpus is None else arguments.gpus
     places = slots(devices, arguments.jobs, len(os.sched_getaffinity(0)))
     pace = {one.row: one.seconds / one.tokens for one in records if one.jobs == len(places)}
     say(f"{len(wanted)} runs to train, {len(places)} at once on {devices or 'no'} GPU(s)")
@@ -114,6 +114,7 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
 
 def measure_times(arguments: argparse.Namespace) -> int:
     """Time the rows that have no step time yet, keeping each at once."""
+    _devices()
     started, folder = time.monotonic(), kept(arguments)
     known = times.read(folder)
     wanted = times.configurations(rows(sensitivity.read(folder)))
@@ -154,9 +155,12 @@ def _lengths(names: str) -> list[Length]:
     return [length for length in LENGTHS if length.name in names.split(",")]
 
 
-def _devices() -> int:
+def _devices(way_out: str = "") -> int:
+    """GPUs of this machine; ConfigError where there is none."""
     import torch
 
+    if not torch.cuda.is_available():
+        raise ConfigError(f"The study is of GPUs and there is none here: on a CPU one run takes days.{way_out}")
     return torch.cuda.device_count()
 
 
