@@ -70,3 +70,11 @@ def test_commands_are_there(page: Path, words: list[str]) -> None:
         begin = words.index("--") + 1 if "--" in words else words.index("-m") + 2
         arguments = cli.parse_arguments(name, words[begin:])
         compose(arguments.overrides, arguments.config_dirs)
+
+
+def test_every_metric_is_in_the_table() -> None:
+    table = (ROOT / "nvfp4_train" / "README.md").read_text().partition("## Metrics")[2].partition("\n## ")[0]
+    name = re.compile(r'"((?:train|optim|val|time|throughput|memory|data|precision|gap)/\w+)')
+    logged = {found for page in (ROOT / "nvfp4_train").rglob("*.py") for found in name.findall(page.read_text())}
+    assert len(logged) > 15
+    assert [metric for metric in sorted(logged) if metric not in table] == []
