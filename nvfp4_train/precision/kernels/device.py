@@ -80,6 +80,22 @@ def scaled_magnitude(x, encode):
 
 
 @triton.jit
+def magnitudes(x):
+    """|x| in FP32."""
+    if x.dtype == tl.float32 or INTERPRETED:
+        return tl.abs(to_float32(x))
+    else:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; abs.f32 $0, $0; and.b32 $1, $2, 0x7FFF0000;",
+            "=f,=f,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
 def to_bfloat16(x):
     """FP32 values rounded to BF16 (nearest even), two at a time."""
     if INTERPRETED:
@@ -162,10 +178,11 @@ def with_sign(magnitude, x):
 
 
 @triton.jit
-def signed_product(magnitude, x, scale, LIMIT: tl.constexpr):
-    """min(y, LIMIT) with x's sign, times `scale`, rounded to BF16; y (FP32) and `scale` are exact in BF16."""
+def signed_product(magnitude, x, scale, LIMIT: tl.constexpr = None):
+    """y, or min(y, LIMIT), with x's sign, times `scale`, rounded to BF16; y (FP32) and `scale` are exact in BF16."""
+    limit: tl.constexpr = float("inf") if LIMIT is None else LIMIT
     if INTERPRETED:
-        product = tl.minimum(magnitude, LIMIT) * to_float32(scale)
+        product = tl.minimum(magnitude, limit) * to_float32(scale)
         return to_bfloat16(tl.where(to_float32(x) < 0, -product, product))
     else:
         return tl.inline_asm_elementwise(
@@ -173,12 +190,14 @@ def signed_product(magnitude, x, scale, LIMIT: tl.constexpr):
             .reg .b32 pair, factor, zero;
             mov.b32 zero, 0x80008000;
             cvt.rn.bf16x2.f32 pair, $2, $1;
-            min.bf16x2 pair, pair, $3;
+            """
+            + ("" if LIMIT is None else "min.bf16x2 pair, pair, $3;")
+            + """
             lop3.b32 factor, $4, 0x80008000, $5, 0xEA;
             fma.rn.bf16x2 $0, pair, factor, zero;
             }""",
             "=r,f,f,r,r,r",
-            [magnitude, tl.full(x.shape, LIMIT, tl.bfloat16), x.to(tl.bfloat16), scale],
+            [magnitude, tl.full(x.shape, limit, tl.bfloat16), x.to(tl.bfloat16), scale],
             dtype=tl.bfloat16,
             is_pure=True,
             pack=2,

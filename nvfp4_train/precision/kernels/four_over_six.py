@@ -13,9 +13,11 @@ import triton.language as tl
 from nvfp4_train.precision.kernels.device import (
     EXPONENT,
     bounded_nearest,
+    element_nearest,
     encode_scales,
-    scaled_magnitude,
-    to_float32,
+    magnitudes,
+    reciprocal,
+    signed_product,
 )
 from nvfp4_train.precision.kernels.rows import largest_across
 
@@ -34,46 +36,49 @@ def divided_by_three(x):
 
 
 @triton.jit
-def divided_by_top(x, NORMAL: tl.constexpr):
-    """x / 1536, correctly rounded; NORMAL: neither x nor the quotient can be denormal or overflow."""
+def candidate(base, decode, NORMAL: tl.constexpr):
+    """(S_b, enc_b) for a block scale before rounding; a scale of 0 makes 0 of every element.
+
+    NORMAL: the scale is at most 384, and a block that has none is encoded by that of 2^-10, which no element overflows.
+    """
     if NORMAL:
-        return divided_by_three(x) * 0.001953125
+        scale = element_nearest(base, 3)
+        return scale, reciprocal(tl.maximum(scale, 0.0009765625) * decode)
     else:
-        return tl.div_rn(x, x * 0.0 + 1536.0)
-
-
-@triton.jit
-def sixth_of(largest, NORMAL: tl.constexpr):
-    """Largest magnitudes of blocks / 6; NORMAL: one that is small enough to be denormal has a block scale of 0."""
-    if NORMAL:
-        return divided_by_three(largest) * 0.5
-    else:
-        return tl.div_rn(largest, largest * 0.0 + 6.0)
-
-
-@triton.jit
-def candidate(base, decode):
-    """(S_b, enc_b) for a block scale before rounding; 0 and 0 where that rounds to nothing."""
-    scale = bounded_nearest(base, 3)
-    return scale, encode_scales(scale, decode)
+        scale = bounded_nearest(base, 3)
+        return scale, encode_scales(scale, decode)
 
 
 @triton.jit
 def slope_and_rest(scale, amax):
     """What elements are multiplied by to decode them, and what their powers of two are."""
-    one, more = divided_by_top(scale * amax, True), divided_by_top(scale * 1.5 * amax, True)
-    return (more - one) * 2.0, tl.fma(one, 3.0, more * -2.0)
+    part = amax * 0.001953125  # 1536 is 3 * 2^9
+    one, more = divided_by_three(scale * part), divided_by_three(scale * 1.5 * part)
+    slope = (more - one) * 2.0
+    return slope, one - slope
 
 
 @triton.jit
-def errors(x, elements, scale, slope, rest, amax, MAE: tl.constexpr, NORMAL: tl.constexpr):
-    """Error of every one of x [N, 8], before it is added up."""
+def elements_of(magnitude, encode, BOUND: tl.constexpr):
+    """Elements of magnitudes [N, 8], at most 6. Without BOUND none is 7 or more before it is rounded."""
+    y = magnitude * encode[:, None]
+    if BOUND:
+        return bounded_nearest(y, 1)
+    else:
+        return element_nearest(y, 1)
+
+
+@triton.jit
+def errors(magnitude, elements, scale, amax, MAE: tl.constexpr, NORMAL: tl.constexpr):
+    """Error of every one of [N, 8], before it is added up."""
     if NORMAL:
+        slope, rest = slope_and_rest(scale, amax)
         power = (elements.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
         decoded = tl.fma(elements, slope[:, None], power * rest[:, None])
     else:
-        decoded = divided_by_top(elements * scale[:, None] * amax[:, None], False)
-    difference = decoded - tl.abs(to_float32(x))
+        decoded = elements * scale[:, None] * amax[:, None]
+        decoded = tl.div_rn(decoded, decoded * 0.0 + 1536.0)
+    difference = decoded - magnitude
     if MAE:
         return tl.abs(difference)
     else:
@@ -113,13 +118,14 @@ def for_each_row(x):
 
 
 @triton.jit
-def measured(blocks, scale, encode, amax, MAE: tl.constexpr, NORMAL: tl.constexpr, SQUARE: tl.constexpr):
+def measured(
+    magnitudes, scale, encode, amax, MAE: tl.constexpr, NORMAL: tl.constexpr, SQUARE: tl.constexpr, BOUND: tl.constexpr
+):
     """(error, elements) of each block, or of each square tile, with this scale; elements as two tensors [N, 8]."""
-    slope, rest = slope_and_rest(scale, amax)
-    left = bounded_nearest(scaled_magnitude(blocks[0], tl.broadcast_to(encode[:, None], blocks[0].shape)), 1)
-    right = bounded_nearest(scaled_magnitude(blocks[1], tl.broadcast_to(encode[:, None], blocks[1].shape)), 1)
-    total = added_in_order(scale * 0.0, errors(blocks[0], left, scale, slope, rest, amax, MAE, NORMAL))
-    total = added_in_order(total, errors(blocks[1], right, scale, slope, rest, amax, MAE, NORMAL))
+    left = elements_of(magnitudes[0], encode, BOUND)
+    right = elements_of(magnitudes[1], encode, BOUND)
+    total = added_in_order(scale * 0.0, errors(magnitudes[0], left, scale, amax, MAE, NORMAL))
+    total = added_in_order(total, errors(magnitudes[1], right, scale, amax, MAE, NORMAL))
     if SQUARE:
         total = for_each_row(sum_by_halves(tl.reshape(total, (16, total.shape[0] // 16))))
     return total, left, right
@@ -127,28 +133,41 @@ def measured(blocks, scale, encode, amax, MAE: tl.constexpr, NORMAL: tl.constexp
 
 @triton.jit
 def better(blocks, largest, encode, amax, MAE: tl.constexpr, NORMAL: tl.constexpr, SQUARE: tl.constexpr):
-    """(S_b, elements of the first halves, of the second halves) of the better of two scales."""
-    base = sixth_of(largest, NORMAL) * encode
+    """Values of the first and of the second halves with the better of two scales.
+
+    The scale that makes 4 of the largest can leave it as 6, a denormal one being at least two thirds of what it was
+    before rounding; the one that makes 6 of it can leave it as 9.
+    """
+    if NORMAL:
+        base = divided_by_three(largest) * (encode * 0.5)
+    else:
+        base = tl.div_rn(largest, largest * 0.0 + 6.0) * encode
     decode = tl.div_rn(1.0, encode)
-    six, encode_six = candidate(base, decode)
-    four, encode_four = candidate(base * 1.5, decode)
-    error_six, left_six, right_six = measured(blocks, six, encode_six, amax, MAE, NORMAL, SQUARE)
-    error_four, left_four, right_four = measured(blocks, four, encode_four, amax, MAE, NORMAL, SQUARE)
+    six, encode_six = candidate(base, decode, NORMAL)
+    four, encode_four = candidate(base * 1.5, decode, NORMAL)
+    x = magnitudes(blocks[0]), magnitudes(blocks[1])
+    error_six, left_six, right_six = measured(x, six, encode_six, amax, MAE, NORMAL, SQUARE, True)
+    error_four, left_four, right_four = measured(x, four, encode_four, amax, MAE, NORMAL, SQUARE, not NORMAL)
     choice = error_four < error_six
+    scale = tl.where(choice, four, six).to(tl.bfloat16)
+    scale = tl.broadcast_to(scale[:, None], blocks[0].shape)
     left = tl.where(choice[:, None], left_four, left_six)
     right = tl.where(choice[:, None], right_four, right_six)
-    return tl.where(choice, four, six), left, right
+    return signed_product(left, blocks[0], scale), signed_product(right, blocks[1], scale)
 
 
 @triton.jit
 def ordinary(amax):
-    """Whether nothing that a tensor with this amax decodes to overflows or, but for block scales of 0, is denormal."""
-    return (amax > 8.7e-19) & (amax < 1.2e30)
+    """Whether nothing that a tensor with this amax decodes to overflows or, but for block scales of 0, is denormal.
+
+    Nor is a product of a block scale and the tensor's decode scale, which is at least 8.7e-19.
+    """
+    return (amax > 1.4e-15) & (amax < 1.2e30)
 
 
 @triton.jit
-def better_elements(blocks, encode, amax, normal, MAE: tl.constexpr, SQUARE: tl.constexpr):
-    """(S_b [N], magnitudes of the elements [N, 8] twice) of blocks as `rows.load_blocks` gives them.
+def better_values(blocks, encode, amax, normal, MAE: tl.constexpr, SQUARE: tl.constexpr):
+    """Values (element * block scale) [N, 8] twice, BF16, of blocks as `rows.load_blocks` gives them.
 
     `encode` and `amax` are the tensor's scale and largest, or each row's, [N]; `normal` says whether they all are
     `ordinary`. SQUARE: the blocks are the 16 rows, one after the other, of tiles side by side.
@@ -158,7 +177,7 @@ def better_elements(blocks, encode, amax, normal, MAE: tl.constexpr, SQUARE: tl.
     if SQUARE:
         largest = for_each_row(tl.max(tl.reshape(largest, (16, largest.shape[0] // 16)), 0))
     if normal:
-        scale, left, right = better(blocks, largest, encode, amax, MAE, True, SQUARE)
+        left, right = better(blocks, largest, encode, amax, MAE, True, SQUARE)
     else:
-        scale, left, right = better(blocks, largest, encode, amax, MAE, False, SQUARE)
-    return scale, left, right
+        left, right = better(blocks, largest, encode, amax, MAE, False, SQUARE)
+    return left, right

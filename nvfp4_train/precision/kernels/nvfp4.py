@@ -20,12 +20,11 @@ from nvfp4_train.precision.kernels.device import (
     larger,
     load_amax,
     rounded_to,
-    signed_product,
     store_amax,
     tensor_scales,
     to_float32,
 )
-from nvfp4_train.precision.kernels.four_over_six import MAE, better_elements, ordinary
+from nvfp4_train.precision.kernels.four_over_six import MAE, better_values, ordinary
 from nvfp4_train.precision.kernels.four_over_six import TOP as SIX_TOP
 from nvfp4_train.precision.kernels.rows import (
     largest_across,
@@ -136,13 +135,12 @@ def row_values(
     offset = row * columns + number * 16
     blocks = load_blocks(x + first * columns, offset, mask)
     if MEASURE:
-        scale, left, right = better_elements(blocks, encode, amax, ordinary(amax), MEASURE == MAE, False)
-        elements = left, right
+        better = better_values(blocks, encode, amax, ordinary(amax), MEASURE == MAE, False)
     else:
         largest = largest_across(blocks)
         scale, block_encode = block_scales(largest, encode)
         block_encode = tl.broadcast_to(block_encode[:, None], blocks[0].shape)
-    scale = tl.broadcast_to(scale.to(tl.bfloat16)[:, None], blocks[0].shape)
+        scale = tl.broadcast_to(scale.to(tl.bfloat16)[:, None], blocks[0].shape)
     if STOCHASTIC:
         words = words_across(
             key, first, laid_out_like(row, largest), laid_out_like(number, largest), columns, row_blocks,
@@ -154,7 +152,7 @@ def row_values(
             dithers = dithers_across(words[2 * half], words[2 * half + 1])
             values = e2m1_stochastic(magnitude, blocks[half], scale, dithers)
         elif MEASURE:
-            values = signed_product(elements[half], blocks[half], scale, 6.0)
+            values = better[half]
         else:
             values = e2m1_nearest(blocks[half], block_encode, scale)
         store_half_blocks(out + first * columns, offset, mask, half, values)
@@ -242,7 +240,6 @@ def square_four_over_six_kernel(w, amax, out, scales, columns, MEASURE: tl.const
     mask = number < columns // 16
     offset = i // (BLOCK // 16) * columns + number * 16
     blocks = load_blocks(w + first * columns, offset, mask)
-    scale, left, right = better_elements(blocks, encode, largest, ordinary(largest), MEASURE == MAE, True)
-    scale = tl.broadcast_to(scale.to(tl.bfloat16)[:, None], left.shape)
-    store_half_blocks(out + first * columns, offset, mask, 0, signed_product(left, blocks[0], scale, 6.0))
-    store_half_blocks(out + first * columns, offset, mask, 1, signed_product(right, blocks[1], scale, 6.0))
+    left, right = better_values(blocks, encode, largest, ordinary(largest), MEASURE == MAE, True)
+    store_half_blocks(out + first * columns, offset, mask, 0, left)
+    store_half_blocks(out + first * columns, offset, mask, 1, right)

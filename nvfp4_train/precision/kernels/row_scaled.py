@@ -11,11 +11,10 @@ from nvfp4_train.precision.kernels.device import (
     e2m1_nearest,
     larger,
     magnitude_bits,
-    signed_product,
     tensor_scales,
     to_float32,
 )
-from nvfp4_train.precision.kernels.four_over_six import MAE, TOP, better_elements, ordinary
+from nvfp4_train.precision.kernels.four_over_six import MAE, TOP, better_values, ordinary
 from nvfp4_train.precision.kernels.rows import largest_across, load_blocks, store_half_blocks
 
 # Rows that a program takes at a time.
@@ -51,15 +50,14 @@ def row_scaled_kernel(x, amax, out, scales, columns, MEASURE: tl.constexpr, BLOC
     if MEASURE:
         largest = bits.to(tl.float32, bitcast=True)
         normal = tl.min(ordinary(largest).to(tl.int32), 0) == 1
-        scale, left, right = better_elements(blocks, encode, largest, normal, MEASURE == MAE, False)
-        elements = left, right
+        better = better_values(blocks, encode, largest, normal, MEASURE == MAE, False)
     else:
         scale, block_encode = block_scales(largest_across(blocks), encode)
         block_encode = tl.broadcast_to(block_encode[:, None], blocks[0].shape)
-    scale = tl.broadcast_to(scale.to(tl.bfloat16)[:, None], blocks[0].shape)
+        scale = tl.broadcast_to(scale.to(tl.bfloat16)[:, None], blocks[0].shape)
     for half in tl.static_range(2):
         if MEASURE:
-            values = signed_product(elements[half], blocks[half], scale, 6.0)
+            values = better[half]
         else:
             values = e2m1_nearest(blocks[half], block_encode, scale)
         store_half_blocks(out, offset, mask, half, values)

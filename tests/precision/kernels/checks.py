@@ -137,7 +137,7 @@ def golden() -> Iterator[tuple[str, Tensor]]:
 
 
 def edges() -> Iterator[tuple[str, Tensor]]:
-    """Non-finite numbers, huge and tiny ones, blocks beside an outlier, every E2M1 tie."""
+    """Non-finite numbers, huge and tiny ones, blocks beside an outlier, denormal block scales, every E2M1 tie."""
     generator = torch.Generator().manual_seed(1)
     base = torch.randn(32, 96, generator=generator)
     for name, place, value in (
@@ -153,6 +153,10 @@ def edges() -> Iterator[tuple[str, Tensor]]:
     for name, size in (("huge", 2.0**125), ("tiny", 2.0**-126), ("denormal", 2.0**-140)):
         yield name, base * size
         yield f"{name} bf16", (base * size).bfloat16()
+    small = base * torch.exp2(-18 * torch.rand(32, 6, generator=generator)).repeat_interleave(16, 1)
+    small[0, 0] = 40
+    yield "denormal scales", small
+    yield "denormal scales bf16", small.bfloat16()
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
     yield "ties", torch.cat([ties, -ties]).repeat(16, 4)
 
@@ -164,8 +168,20 @@ def matrix(rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.where(torch.rand(rows, columns, generator=generator) < 0.001, x * 50, x).to(dtype)
 
 
+def fuse() -> None:
+    """Let Triton's interpreter round an fma once, as the hardware does: it rounds the product too."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def fma(self: object, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+    InterpreterBuilder.create_fma = fma
+
+
 def main() -> None:
     """Checks on small matrices in this process; exits with 1 and says what differs."""
+    fuse()
     inputs = dict(golden()) | dict(edges())
     cases = [
         (name, x[:16].contiguous(), NVFP4[:1], SHARED[:1])
@@ -174,6 +190,7 @@ def main() -> None:
     ]
     cases.append(("denormal", inputs["denormal"], FEW, ()))
     cases.append(("nan", inputs["nan bf16"], (), SHARED))
+    cases.append(("denormal scales", inputs["denormal scales bf16"], PAIRS[6:8], SHARED[1:3]))
     cases.append(("beside an outlier", inputs["bf16max_one_64x64_f32"][:32], (PAIRS[1], PAIRS[6]), SHARED[1:2]))
     cases.append(("bf16", matrix(32, 64, 1, torch.bfloat16), (PAIRS[1], *PAIRS[6:13]), SHARED))
     cases.append(("FP32", matrix(32, 32, 2, torch.float32), (PAIRS[1], PAIRS[9]), SHARED[:2]))
