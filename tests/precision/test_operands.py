@@ -68,6 +68,12 @@ def test_what_has_no_kernel(spec: QuantSpec, axis: int) -> None:
     assert not launch.known(spec, axis)
 
 
+def test_more_rows_than_a_grid_counts() -> None:
+    rows = 16 * 65535
+    assert launch.serves(torch.empty(rows, 16, device="meta"), QuantSpec("nvfp4"), 1)
+    assert not launch.serves(torch.empty(rows + 16, 16, device="meta"), QuantSpec("nvfp4"), 1)
+
+
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nemotron3_super"])
 def test_every_rotation_has_kernels(name: str, size: int) -> None:

@@ -22,6 +22,8 @@ from nvfp4_train.precision.shards import WHOLE, Shard
 # The rotation along the rows of x that a format's kernels make as they read.
 _ROTATIONS = {"nvfp4": 16, "mxfp4": 32}
 _TENSOR_FORMATS = ("fp8_current", "fp8_delayed")
+# A grid's second dimension counts groups of 16 rows, and CUDA no further than this.
+_MOST_ROWS = 16 * 65535
 
 
 def known(spec: QuantSpec, axis: int) -> bool:
@@ -63,7 +65,9 @@ def serves(x: Tensor, spec: QuantSpec, axis: int, shard: Shard = WHOLE) -> bool:
     groups along `axis`.
     """
     sizes = zip(x.shape, multiples(spec, axis), strict=True)
-    if not known(spec, axis) or x.numel() == 0 or any(size % multiple for size, multiple in sizes):
+    if x.numel() == 0 or x.shape[0] > _MOST_ROWS:
+        return False
+    if not known(spec, axis) or any(size % multiple for size, multiple in sizes):
         return False
     if spec.rounding == "nearest" and not spec.correction:
         return True

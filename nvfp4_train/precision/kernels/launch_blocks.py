@@ -43,7 +43,7 @@ def mx_rows_and_columns(
     mantissa = _MANTISSA[element_of(next(spec for spec in specs if spec is not None))]
     launch(
         mx.mx_kernel,
-        (x.shape[0] // MX_TILE, triton.cdiv(x.shape[1], _MX.block)),
+        (triton.cdiv(x.shape[1], _MX.block), x.shape[0] // MX_TILE),
         (x, *outs, *block_tables(x, shard), *keys_there((row_key, column_key), stochastic, x)),
         (
             x.shape[1], *whole_shape(x, shard), rows is not None, columns is not None, *stochastic, signs,

@@ -52,7 +52,7 @@ def rows_and_columns(
     stochastic = [spec is not None and spec.rounding == "stochastic" for spec in (rows, columns)]
     launch(
         nvfp4.values_kernel,
-        (height // TILE, triton.cdiv(width, _VALUES.block)),
+        (triton.cdiv(width, _VALUES.block), height // TILE),
         (x, amax, *outs, scales, *block_tables(x, shard), *keys_there((row_key, column_key), stochastic, x)),
         (
             width, *whole_shape(x, shard), rows is not None, columns is not None, *stochastic,

@@ -17,8 +17,12 @@ from nvfp4_train.precision.kernels.device import (
     signed_product,
 )
 from nvfp4_train.precision.kernels.rows import (
+    blocks_across,
+    eights_across,
+    for_each_eight,
     largest_across,
     largest_of,
+    largest_of_eights,
     load_blocks,
     load_rows,
     rotated_rows,
@@ -37,8 +41,6 @@ from nvfp4_train.precision.kernels.stochastic import (
 )
 
 SIZE = tl.constexpr(32)
-# Rows that a program quantizes at a time along features.
-ROWS = tl.constexpr(8)
 
 
 @triton.jit
@@ -134,44 +136,42 @@ def mx_columns(
 
 
 @triton.jit
-def mx_rows(
-    x, out, key, columns, first, block, row_blocks, column_blocks, whole_columns, STOCHASTIC: tl.constexpr,
-    SPLIT: tl.constexpr, MANTISSA: tl.constexpr, UP: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+def nearest_across(
+    x, out, columns, block, MANTISSA: tl.constexpr, UP: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Values of ROWS rows from `first` on, in blocks along columns: BLOCK of them, the first is 16 * `block`.
+    """Nearest values of ROWS rows, in blocks along BLOCK columns, the first of which is 16 * `block`.
 
-    Two threads share a block.
+    Four threads share a block.
     """
-    i = tl.arange(0, ROWS * (BLOCK // 16))
-    row, number = i // (BLOCK // 16), block + i % (BLOCK // 16)
-    mask = (number < columns // 16) | FULL
-    offset = row * columns + number * 16
-    halves = load_blocks(x + first * columns, offset, mask)
-    largest = largest_across(halves)
-    bits = tl.max(tl.reshape(magnitude_bits(largest), (ROWS * (BLOCK // SIZE), 2)), 1)
-    encode, decode = mx_scales(bits, MANTISSA, UP)
-    encode = for_each_element(encode, halves[0])
-    decode = for_each_element(decode.to(tl.bfloat16), halves[0])
-    words = ()
-    if STOCHASTIC:
-        words = words_across(
-            key, first, laid_out_like(row, largest), laid_out_like(number, largest), columns, row_blocks,
-            column_blocks, whole_columns, SPLIT,
-        )  # fmt: skip
-    for half in tl.static_range(2):
-        if STOCHASTIC:
-            magnitude = magnitudes_to_cut(halves[half], encode, x.dtype.element_ty == tl.bfloat16)
-            dithers = dithers_across(words[2 * half], words[2 * half + 1])
-            values = e2m1_stochastic(magnitude, halves[half], decode, dithers)
-        else:
-            values = mx_nearest(halves[half], encode, decode, MANTISSA)
-        store_half_blocks(out + first * columns, offset, mask, half, values)
+    offset, mask = eights_across(columns, block, FULL, ROWS, BLOCK)
+    eights = tl.load(x + offset, mask=mask, other=0.0)
+    encode, decode = mx_scales(largest_of_eights(eights, 4), MANTISSA, UP)
+    encode, decode = for_each_eight(encode, eights, 4), for_each_eight(decode.to(tl.bfloat16), eights, 4)
+    tl.store(out + offset, mx_nearest(eights, encode, decode, MANTISSA), mask=mask)
 
 
 @triton.jit
-def for_each_element(scale, half):
-    """Scales of blocks of 32 for the elements [N, 8] of a half of each 16."""
-    return tl.reshape(tl.broadcast_to(scale[:, None, None], (scale.shape[0], 2, 8)), half.shape)
+def stochastic_across(
+    x, out, key, columns, first, block, row_blocks, column_blocks, whole_columns, SPLIT: tl.constexpr,
+    MANTISSA: tl.constexpr, UP: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same, rounded stochastically, of rows from `first` on. Two threads share a block."""
+    row, number, mask = blocks_across(columns, block, FULL, ROWS, BLOCK)
+    offset = row * columns + number * 16
+    halves = load_blocks(x, offset, mask)
+    largest = largest_across(halves)
+    bits = tl.max(tl.reshape(magnitude_bits(largest), (ROWS * (BLOCK // SIZE), 2)), 1)
+    encode, decode = mx_scales(bits, MANTISSA, UP)
+    encode, decode = for_each_eight(encode, halves[0], 2), for_each_eight(decode.to(tl.bfloat16), halves[0], 2)
+    words = words_across(
+        key, first, laid_out_like(row, largest), laid_out_like(number, largest), columns, row_blocks, column_blocks,
+        whole_columns, SPLIT,
+    )  # fmt: skip
+    for half in tl.static_range(2):
+        magnitude = magnitudes_to_cut(halves[half], encode, x.dtype.element_ty == tl.bfloat16)
+        dithers = dithers_across(words[2 * half], words[2 * half + 1])
+        store_half_blocks(out, offset, mask, half, e2m1_stochastic(magnitude, halves[half], decode, dithers))
 
 
 @triton.jit(do_not_specialize=["row_key", "column_key"])
@@ -202,21 +202,30 @@ def mx_kernel(
 
     The keys, `row_blocks`, `column_blocks` and SPLIT as in `nvfp4.values_kernel`.
     """
-    first = tl.program_id(0).to(tl.int64) * SIZE
+    first = tl.program_id(1).to(tl.int64) * SIZE
+    block = tl.program_id(0) * (BLOCK // 16)
     row_key, column_key = read_keys(row_key, column_key, ROW_STOCHASTIC, COLUMN_STOCHASTIC)
     if COLUMN:
-        n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = (n < columns) | FULL
         mx_columns(
             x, column_out, column_key, columns, first, n, mask, row_blocks, column_blocks, whole_rows,
             COLUMN_STOCHASTIC, SIGNS, SPLIT, MANTISSA, COLUMN_UP,
         )  # fmt: skip
     if ROW:
+        # Rows at a time: a few, which are still in the L1 cache, or all, whose reads so wait together.
+        ROWS: tl.constexpr = 8 if COLUMN or ROW_STOCHASTIC else SIZE
         for step in range(SIZE // ROWS):
-            mx_rows(
-                x, row_out, row_key, columns, first + step * ROWS, tl.program_id(1) * (BLOCK // 16), row_blocks,
-                column_blocks, whole_columns, ROW_STOCHASTIC, SPLIT, MANTISSA, ROW_UP, FULL, BLOCK,
-            )  # fmt: skip
+            here = first + step * ROWS
+            if ROW_STOCHASTIC:
+                stochastic_across(
+                    x + here * columns, row_out + here * columns, row_key, columns, here, block, row_blocks,
+                    column_blocks, whole_columns, SPLIT, MANTISSA, ROW_UP, FULL, ROWS, BLOCK,
+                )  # fmt: skip
+            else:
+                nearest_across(
+                    x + here * columns, row_out + here * columns, columns, block, MANTISSA, ROW_UP, FULL, ROWS, BLOCK
+                )
 
 
 @triton.jit

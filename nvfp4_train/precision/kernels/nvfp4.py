@@ -5,8 +5,8 @@ along the tokens. Both are written from one read. The second is the quantized TR
 GEMM takes either operand order, so nothing is transposed in memory.
 
 A program owns 16 rows. Along tokens, each thread holds the same few columns of all of them; along features, the program
-then takes a few rows at a time, which it finds in the L1 cache, and each thread whole blocks. So the rotation, the amax
-of a block, its scales and its random bytes stay in a thread's registers.
+then takes a few rows at a time, which it finds in the L1 cache, and each thread whole blocks, or halves of them where
+it rounds to the nearest. So the rotation, the amax of a block, its scales and its random bytes stay in registers.
 """
 
 import triton
@@ -27,8 +27,12 @@ from nvfp4_train.precision.kernels.device import (
 from nvfp4_train.precision.kernels.four_over_six import MAE, better_values, ordinary
 from nvfp4_train.precision.kernels.four_over_six import TOP as SIX_TOP
 from nvfp4_train.precision.kernels.rows import (
+    blocks_across,
+    eights_across,
+    for_each_eight,
     largest_across,
     largest_of,
+    largest_of_eights,
     load_blocks,
     load_rows,
     rotated_rows,
@@ -123,39 +127,70 @@ def column_values(
 
 
 @triton.jit
+def row_operand(x, columns, block, WHOLE: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """ROWS rows of x, in BLOCK columns from block number `block` on: a thread has WHOLE blocks, or eights."""
+    if WHOLE:
+        row, number, mask = blocks_across(columns, block, FULL, ROWS, BLOCK)
+        return load_blocks(x, row * columns + number * 16, mask)
+    else:
+        offset, mask = eights_across(columns, block, FULL, ROWS, BLOCK)
+        return tl.load(x + offset, mask=mask, other=0.0)
+
+
+@triton.jit
+def nearest_values(
+    eights, out, encode, columns, block, FULL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Values of what `row_operand` gave, rounded to the nearest."""
+    offset, mask = eights_across(columns, block, FULL, ROWS, BLOCK)
+    scale, block_encode = block_scales(largest_of_eights(eights, 2).to(tl.float32, bitcast=True), encode)
+    block_encode = for_each_eight(block_encode, eights, 2)
+    values = e2m1_nearest(eights, block_encode, for_each_eight(scale.to(tl.bfloat16), eights, 2))
+    tl.store(out + offset, values, mask=mask)
+
+
+@triton.jit
+def stochastic_values(
+    blocks, out, encode, key, columns, first, block, row_blocks, column_blocks, whole_columns, SPLIT: tl.constexpr,
+    FULL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Values of what `row_operand` gave, whole blocks of rows from `first` on, rounded stochastically."""
+    row, number, mask = blocks_across(columns, block, FULL, ROWS, BLOCK)
+    largest = largest_across(blocks)
+    scale, block_encode = block_scales(largest, encode)
+    block_encode = tl.broadcast_to(block_encode[:, None], blocks[0].shape)
+    scale = tl.broadcast_to(scale.to(tl.bfloat16)[:, None], blocks[0].shape)
+    words = words_across(
+        key, first, laid_out_like(row, largest), laid_out_like(number, largest), columns, row_blocks, column_blocks,
+        whole_columns, SPLIT,
+    )  # fmt: skip
+    for half in tl.static_range(2):
+        magnitude = magnitudes_to_cut(blocks[half], block_encode, False)
+        dithers = dithers_across(words[2 * half], words[2 * half + 1])
+        values = e2m1_stochastic(magnitude, blocks[half], scale, dithers)
+        store_half_blocks(out, row * columns + number * 16, mask, half, values)
+
+
+@triton.jit
 def row_values(
-    x, out, encode, amax, key, columns, first, block, row_blocks, column_blocks, whole_columns,
+    loaded, out, encode, amax, key, columns, first, block, row_blocks, column_blocks, whole_columns,
     STOCHASTIC: tl.constexpr, MEASURE: tl.constexpr, SPLIT: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Values of ROWS rows from `first` on, in blocks along columns: BLOCK / 16 of them, from number `block` on."""
-    i = tl.arange(0, ROWS * (BLOCK // 16))
-    row, number = i // (BLOCK // 16), block + i % (BLOCK // 16)
-    mask = (number < columns // 16) | FULL
-    offset = row * columns + number * 16
-    blocks = load_blocks(x + first * columns, offset, mask)
+    """Values of what `row_operand` gave for rows from `first` on."""
+    out += first * columns
     if MEASURE:
-        better = better_values(blocks, encode, amax, ordinary(amax), MEASURE == MAE, False)
-    else:
-        largest = largest_across(blocks)
-        scale, block_encode = block_scales(largest, encode)
-        block_encode = tl.broadcast_to(block_encode[:, None], blocks[0].shape)
-        scale = tl.broadcast_to(scale.to(tl.bfloat16)[:, None], blocks[0].shape)
-    if STOCHASTIC:
-        words = words_across(
-            key, first, laid_out_like(row, largest), laid_out_like(number, largest), columns, row_blocks,
-            column_blocks, whole_columns, SPLIT,
+        row, number, mask = blocks_across(columns, block, FULL, ROWS, BLOCK)
+        left, right = better_values(loaded, encode, amax, ordinary(amax), MEASURE == MAE, False)
+        store_half_blocks(out, row * columns + number * 16, mask, 0, left)
+        store_half_blocks(out, row * columns + number * 16, mask, 1, right)
+    elif STOCHASTIC:
+        stochastic_values(
+            loaded, out, encode, key, columns, first, block, row_blocks, column_blocks, whole_columns, SPLIT, FULL,
+            ROWS, BLOCK,
         )  # fmt: skip
-    for half in tl.static_range(2):
-        if STOCHASTIC:
-            magnitude = magnitudes_to_cut(blocks[half], block_encode, False)
-            dithers = dithers_across(words[2 * half], words[2 * half + 1])
-            values = e2m1_stochastic(magnitude, blocks[half], scale, dithers)
-        elif MEASURE:
-            values = better[half]
-        else:
-            values = e2m1_nearest(blocks[half], block_encode, scale)
-        store_half_blocks(out + first * columns, offset, mask, half, values)
+    else:
+        nearest_values(loaded, out, encode, columns, block, FULL, ROWS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["row_key", "column_key"])
@@ -173,15 +208,20 @@ def values_kernel(
     every program has all of its BLOCK columns.
     """
     row_key, column_key = read_keys(row_key, column_key, ROW_STOCHASTIC, COLUMN_STOCHASTIC)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = (n < columns) | FULL
-    # The amax pass went from the front to the back: what it read last is still in the L2 cache.
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * 16
+    # The amax pass went from the front to the back: what it read last is still in the L2 cache. Programs that run at
+    # once have whole rows.
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64) * 16
     # Rows at a time along features: two blocks a thread, or one of four over six, which takes more registers.
     ROWS: tl.constexpr = 1024 * WARPS // BLOCK if not MEASURE else 512 * WARPS // BLOCK
+    WHOLE: tl.constexpr = ROW_STOCHASTIC or MEASURE
+    block = tl.program_id(0) * (BLOCK // 16)
     operand = ()
     if COLUMN:
         operand = column_operand(x, columns, first, n, mask, SIGNS)
+    else:
+        loaded = row_operand(x + first * columns, columns, block, WHOLE, FULL, ROWS, BLOCK)
     row_encode, row_largest = 1.0, 1.0
     if ROW:
         row_encode, row_largest = stored_scales(amax, scales, SIX_TOP if MEASURE else TOP)
@@ -193,10 +233,16 @@ def values_kernel(
         )  # fmt: skip
     if ROW:
         for step in range(16 // ROWS):
+            here = first + step * ROWS
+            if COLUMN:  # from the L1 cache
+                now = row_operand(x + here * columns, columns, block, WHOLE, FULL, ROWS, BLOCK)
+            else:  # the next rows are on their way while these are quantized
+                now = loaded
+                following = first + tl.minimum(step + 1, 16 // ROWS - 1) * ROWS
+                loaded = row_operand(x + following * columns, columns, block, WHOLE, FULL, ROWS, BLOCK)
             row_values(
-                x, row_out, row_encode, row_largest, row_key, columns, first + step * ROWS,
-                tl.program_id(1) * (BLOCK // 16), row_blocks, column_blocks, whole_columns, ROW_STOCHASTIC, MEASURE,
-                SPLIT, FULL, ROWS, BLOCK,
+                now, row_out, row_encode, row_largest, row_key, columns, here, block, row_blocks, column_blocks,
+                whole_columns, ROW_STOCHASTIC, MEASURE, SPLIT, FULL, ROWS, BLOCK,
             )  # fmt: skip
 
 

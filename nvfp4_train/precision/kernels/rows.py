@@ -1,14 +1,15 @@
 """What a thread holds, so that what belongs together stays in its registers.
 
 Of neighbouring rows, as a tuple of tensors, each thread holds the same columns: the rotation along tokens, and the
-largest of a block along tokens, run down them. Of a block of 16 along a row it holds all, as two tensors of 8, which
-are what a thread reads at once.
+largest of a block along tokens, run down them. Along a row a thread holds eights, which it reads and writes at once.
+Where neighbours among its threads hold neighbouring eights, a warp writes whole sectors of memory; where random words
+or a sum in a fixed order belong to a block of 16, a thread has both eights of it, as two tensors, and writes halves.
 """
 
 import triton
 import triton.language as tl
 
-from nvfp4_train.precision.kernels.device import larger, to_float32
+from nvfp4_train.precision.kernels.device import larger, magnitude_bits, to_float32
 
 
 @triton.jit
@@ -49,13 +50,48 @@ def store_half_blocks(base, offset, mask, HALF: tl.constexpr, values):
 @triton.jit
 def largest_across(blocks):
     """Largest magnitude of each block that `load_blocks` gave, FP32 [N]; NaN where one is."""
-    largest = larger(blocks[0], blocks[1])
+    return largest_of_eight(larger(blocks[0], blocks[1]))
+
+
+@triton.jit
+def largest_of_eight(largest):
+    """Largest magnitude of each row of [N, 8], FP32 [N]; NaN where one is."""
     for stage in tl.static_range(2):
         halves = tl.reshape(largest, (largest.shape[0], 2, 4 >> stage))
         first, second = tl.split(tl.permute(halves, (0, 2, 1)))
         largest = larger(first, second)
     first, second = tl.split(to_float32(largest))
     return larger(first, second)
+
+
+@triton.jit
+def blocks_across(columns, block, FULL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(row, number, mask) of the blocks of 16 of ROWS rows, in BLOCK columns from block number `block` on; [N]."""
+    i = tl.arange(0, ROWS * (BLOCK // 16))
+    number = block + i % (BLOCK // 16)
+    return i // (BLOCK // 16), number, (number < columns // 16) | FULL
+
+
+@triton.jit
+def eights_across(columns, block, FULL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(offsets, mask) of the eights of ROWS rows, in BLOCK columns from block of 16 number `block` on; [N, 8]."""
+    i = tl.arange(0, ROWS * (BLOCK // 8))
+    number = block * 2 + i % (BLOCK // 8)
+    mask = (number < columns // 8) | FULL
+    return (i // (BLOCK // 8) * columns + number * 8)[:, None] + tl.arange(0, 8)[None, :], mask[:, None]
+
+
+@triton.jit
+def largest_of_eights(eights, COUNT: tl.constexpr):
+    """Bits of the largest magnitude of every COUNT rows of [N, 8], int32 [N / COUNT]."""
+    bits = magnitude_bits(largest_of_eight(eights))
+    return tl.max(tl.reshape(bits, (bits.shape[0] // COUNT, COUNT)), 1)
+
+
+@triton.jit
+def for_each_eight(scale, eights, COUNT: tl.constexpr):
+    """Scales of blocks of COUNT eights for their elements [N, 8]."""
+    return tl.reshape(tl.broadcast_to(scale[:, None, None], (scale.shape[0], COUNT, 8)), eights.shape)
 
 
 @triton.jit
