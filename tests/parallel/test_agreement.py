@@ -9,18 +9,14 @@ the wider bounds there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from models.attention import positions_of_rank
-from nvfp4_train.metrics import Metrics, read_metrics
-from tests.parallel.launches import Ranks, launch
+from tests.parallel.launches import Runs, holders
 from tests.trainer.conftest import TINY
 
 pytestmark = pytest.mark.slow
@@ -28,6 +24,7 @@ pytestmark = pytest.mark.slow
 RECIPES = ("bf16", "fp8_block", "nvfp4")
 # Relative difference of the loss, the mean over STEPS steps; three times that at a step, whose noise is its own.
 BOUNDS = {"bf16": 1e-4, "fp8_block": 5e-4, "nvfp4": 2e-3}
+GRADIENT_BOUNDS = {"bf16": 1e-2, "fp8_block": 0.1, "nvfp4": 0.2}  # of the 2-norm of each
 STEPS, LENGTH = 8, 64
 MODEL = [
     *(text for text in TINY if not text.startswith(("steps", "checkpoint", "evaluation.every"))),
@@ -55,51 +52,10 @@ SPLIT_TWICE = {"tensor and pipeline": [TENSOR, SEQUENCE, PIPELINE]}  # of four
 TIED = ["precision=bf16", "model.tie_embeddings=true"]
 
 
-class Runs:
-    """Every run of this file: its metrics, and what its ranks found."""
-
-    def __init__(self, folder: Path, text: Path, prepared: Path) -> None:
-        self._folder = folder
-        self._where = [f"data.path={text}", f"data.prepared={prepared}"]
-        self.found: dict[str, Ranks] = {}
-
-    def launch(self, jobs: dict[int, dict[str, list[str]]]) -> None:
-        """Run jobs (processes -> name -> overrides) in one start."""
-        made = {
-            processes: {
-                name: [f"stop_after={STEPS}", *MODEL, *self._where, f"run_dir={self._folder / name}", *overrides]
-                for name, overrides in named.items()
-            }
-            for processes, named in jobs.items()
-        }
-        self.found = launch(self._folder / "launch", made)
-
-    def metrics(self, name: str) -> list[Metrics]:
-        """Lines of a run."""
-        return read_metrics(self._folder / name / "metrics.jsonl")
-
-    def whole(self, name: str, what: str) -> dict[str, Tensor]:
-        """Weights at the end, or gradients of the first step, put together from one rank for each share."""
-        shares: dict[str, dict[int, tuple[Tensor, Any]]] = {}
-        for found in self.found[name]:
-            for parameter, share in found[what].items():
-                shares.setdefault(parameter, {}).setdefault(found["tensor_rank"], share)
-        return {parameter: joined([by_rank[rank] for rank in sorted(by_rank)]) for parameter, by_rank in shares.items()}
-
-
-def joined(shares: list[tuple[Tensor, Any]]) -> Tensor:
-    """A parameter from the shares of all tensor-parallel ranks."""
-    first, cut = shares[0]
-    if cut is None:
-        return first
-    dim, sizes = cut
-    parts = [share.split(sizes, dim) for share, _ in shares]
-    return torch.cat([piece for pieces in zip(*parts, strict=True) for piece in pieces], dim)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, text: Path, prepared: Path) -> Runs:
-    made = Runs(tmp_path_factory.mktemp("parallel"), text, prepared)
+    where = [f"data.path={text}", f"data.prepared={prepared}"]
+    made = Runs(tmp_path_factory.mktemp("parallel"), [f"stop_after={STEPS}", *MODEL, *where])
     both = {
         f"{layout} {recipe}": [f"precision={recipe}", *overrides]
         for layout, overrides in (EQUAL | CLOSE).items()
@@ -146,23 +102,23 @@ def test_as_close_as_rounding_allows(runs: Runs, layout: str, recipe: str) -> No
     assert sum(differences) / STEPS < bound, differences
 
 
-@pytest.mark.parametrize(("recipe", "bound"), [("bf16", 1e-2), ("fp8_block", 0.1), ("nvfp4", 0.2)])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layout", [*CLOSE, *SPLIT_TWICE])
-def test_every_gradient_is_that_of_one_process(runs: Runs, layout: str, recipe: str, bound: float) -> None:
+def test_every_gradient_is_that_of_one_process(runs: Runs, layout: str, recipe: str) -> None:
     """Before the first update; of replicated parameters too, whose ranks see a share of the tokens each."""
-    mine, alone = (runs.whole(name, "gradients") for name in (f"{layout} {recipe}", f"one {recipe}"))
+    check_gradients(runs, f"{layout} {recipe}", recipe)
+
+
+def check_gradients(runs: Runs, name: str, recipe: str) -> None:
+    """Those of a run beside those of one process. Of vectors with a number a head, which sum few numbers, quantization
+    moves more: .10 to .39 of their length in nvfp4, by the seed.
+    """
+    mine, alone = runs.whole(name, "gradients"), runs.whole(f"one {recipe}", "gradients")
     assert set(mine) == set(alone)
     for parameter, gradient in alone.items():
+        loose = recipe != "bf16" and parameter.rpartition(".")[2] in ("A_log", "D", "dt_bias")
+        bound = GRADIENT_BOUNDS[recipe] * (3 if loose else 1)
         assert float((mine[parameter] - gradient).norm() / gradient.norm()) < bound, parameter
-
-
-def holders(ranks: Ranks) -> Iterator[tuple[str, list[Tensor]]]:
-    """Each parameter with every copy of the same share of it."""
-    copies: dict[tuple[str, int], list[Tensor]] = {}
-    for found in ranks:
-        for name, (share, cut) in found["weights"].items():
-            copies.setdefault((name, found["tensor_rank"] if cut else -1), []).append(share)
-    return ((name, shares) for (name, _), shares in copies.items())
 
 
 def test_copies_are_the_same_bits_in_the_end(runs: Runs) -> None:

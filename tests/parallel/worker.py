@@ -1,10 +1,10 @@
 """Trains a small model in one layout after another and writes what came of each. Started by `launches`.
 
-python -m tests.parallel.worker FOLDER
+python -m tests.parallel.worker FOLDER GPUS
 
 `FOLDER/jobs.json` maps a number of processes to the jobs that so many do, and the name of each job to the overrides of
 its configuration; a job whose model is split over fewer ranks than there are is data parallel over the rest. Each rank
-writes `FOLDER/NAME.RANK.pt`, and `FOLDER/logOF.RANK`.
+writes `FOLDER/NAME.RANK.pt`, and a log. On a CPU the ranks do all jobs one after the other; with GPUs see `processes`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -31,23 +30,30 @@ from nvfp4_train.compose import compose
 from nvfp4_train.gradients import named_parameters
 from nvfp4_train.layout import check_run
 from nvfp4_train.precision.three_gemms import Factor, ThreeGemms
+from tests.parallel.processes import Run, do_each, fork, log_to
 
 OBSERVED = "decoder.layers.3.mlp.linear_fc1"
 
 
 class Watched(trainer.Trainer):
-    """A trainer that can be looked at."""
+    """A trainer that can be looked at; `found` is what it leaves."""
 
-    last: Watched
-    first_gradients: dict[str, Any]
+    found: dict[str, Any]
 
     def run(self, *args: Any) -> Any:
-        Watched.last = self
-        return super().run(*args)
+        code = super().run(*args)
+        Watched.found |= {
+            "code": int(code),
+            "weights": shares(self.chunks, lambda parameter: parameter),
+            "histories": self.runtime.state_dict(),
+            "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
+            "context_rank": parallel_state.get_context_parallel_rank(),
+        }
+        return code
 
-    def _update(self, factor: float, lr: float) -> None:
-        if self.step == 0:
-            self.first_gradients = shares(self.chunks, lambda parameter: parameter.main_grad * factor)
+    def _update(self, factor: Any, lr: float) -> None:
+        if self.step == self.folder.step:
+            Watched.found["gradients"] = shares(self.chunks, lambda parameter: parameter.main_grad * factor)
         super()._update(factor, lr)
 
 
@@ -79,7 +85,7 @@ class Recorder:
             factor = self._real(gemms, x, gemm, kind, axis, call)
             if call.step == 0 and factor.scale is not None:
                 words = (gemms.name, gemm, kind) if kind == "weight" else (str(call.microbatch), gemms.name, gemm, kind)
-                self.scales[" ".join(words)] = factor.scale
+                self.scales[" ".join(words)] = factor.scale.to("cpu", copy=True)
                 if (gemms.name, gemm, kind, call.microbatch) == (OBSERVED, "dgrad", "gradient", 0):
                     self.values = factor.decoded()
             return factor
@@ -100,7 +106,7 @@ def shares(chunks: Any, value: Callable[[Any], torch.Tensor]) -> dict[str, Any]:
         if split and getattr(parameter, "tensor_model_parallel", False):
             dim = parameter.partition_dim
             cut = dim, getattr(parameter, "partition_sizes", [parameter.shape[dim]])
-        found[name] = (value(parameter).detach().clone(), cut)
+        found[name] = (value(parameter).detach().to("cpu", copy=True), cut)
     return found
 
 
@@ -109,30 +115,22 @@ def run(overrides: list[str], world_size: int) -> dict[str, Any]:
     trainer.Trainer, trainer.step_batches = Watched, uneven_batches  # type: ignore[misc]
     config = compose(overrides)
     check_run(config, world_size)
+    Watched.found = {}
     with Recorder() as recorder:
-        code = trainer.train(config)
-    state = Watched.last
-    return {
-        "code": int(code),
-        "weights": shares(state.chunks, lambda parameter: parameter),
-        "gradients": state.first_gradients,
-        "histories": state.runtime.state_dict(),
-        "scales": recorder.scales,
-        "values": recorder.values,
-        "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
-        "context_rank": parallel_state.get_context_parallel_rank(),
-    }
-
-
-Run = Callable[[list[str], int], dict[str, Any]]
+        trainer.train(config)
+    return {**Watched.found, "scales": recorder.scales, "values": recorder.values}
 
 
 def main(run: Run) -> None:
     """Do all jobs, `run` with the overrides of each and the number of processes: forks of this one, which has imported
     everything and started nothing.
     """
-    folder = Path(sys.argv[1])
-    for size, jobs in json.loads((folder / "jobs.json").read_text()).items():
+    folder, gpus = Path(sys.argv[1]), int(sys.argv[2])
+    all_jobs = json.loads((folder / "jobs.json").read_text())
+    if gpus:
+        failed = [name for size, jobs in all_jobs.items() for name in do_each(run, folder, jobs, int(size), gpus)]
+        sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+    for size, jobs in all_jobs.items():
         ranks = {fork(partial(do_all, run, folder, rank, int(size), jobs)) for rank in range(int(size))}
         while ranks:
             process, status = os.wait()
@@ -143,27 +141,9 @@ def main(run: Run) -> None:
                 sys.exit(f"one of {size} processes ended with {os.waitstatus_to_exitcode(status)}")
 
 
-def fork(action: Callable[[], None]) -> int:
-    """The number of a process that does `action` and ends."""
-    sys.stdout.flush()
-    process = os.fork()
-    if process == 0:
-        try:
-            action()
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        sys.stdout.flush()
-        os._exit(0)
-    return process
-
-
 def do_all(run: Run, folder: Path, rank: int, size: int, jobs: dict[str, list[str]]) -> None:
     """Join the other processes and do every job."""
-    log = os.open(folder / f"log{size}.{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    log_to(folder / f"log{size}.{rank}")
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store{size}"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
