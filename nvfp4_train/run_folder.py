@@ -372,6 +372,13 @@ def recipe_of(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in to_mapping(config)["precision"].items() if key not in apart}
 
 
+def another_recipe(start: checkpoint_files.Header, config: RunConfig) -> bool:
+    """Whether the checkpoint was trained in another recipe than the one of now."""
+    if start.recipe is None:
+        return start.precision != config.precision.name
+    return start.recipe != recipe_of(config)
+
+
 def _listing(changed: dict[str, tuple[Any, Any]]) -> str:
     return "\n".join(f"  {key}: {_brief(old)} there, {_brief(new)} here" for key, (old, new) in changed.items())
 

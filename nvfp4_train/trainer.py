@@ -43,7 +43,7 @@ from nvfp4_train.outcome import Found, Outcome
 from nvfp4_train.passes import Batch, run_micro_batches
 from nvfp4_train.precision.phases import Passes
 from nvfp4_train.profiling import profiler
-from nvfp4_train.run_folder import LOCK, RunFolder, prepare_run_folder, recipe_of
+from nvfp4_train.run_folder import LOCK, RunFolder, another_recipe, prepare_run_folder, recipe_of
 from nvfp4_train.schedule import build_schedule
 from nvfp4_train.schema import to_mapping
 from nvfp4_train.setup import build_quantized_model, compute_capability, device_name, open_datasets, write_data_record
@@ -111,7 +111,7 @@ class Trainer:
             (0, 0, 0, 0) if start is None else (start.step, start.samples, start.tokens, start.skipped)
         )
         self.saved_step = self.step
-        self.recipe_changed = folder.decision == "resume" and start is not None and _other_recipe(start, config)
+        self.recipe_changed = folder.decision == "resume" and start is not None and another_recipe(start, config)
         self.datasets = open_datasets(config, say, start, resumed=folder.decision == "resume")
         check_same({"data": self.datasets.identity}, world)
 
@@ -387,13 +387,6 @@ class Trainer:
         self.checkpoints.finish()
         self.console.say(f"interrupted after step {self.step}, which is saved; the same command goes on from there")
         return ExitCode.INTERRUPTED
-
-
-def _other_recipe(start: Header, config: RunConfig) -> bool:
-    """Whether the checkpoint was trained in another recipe than the one of now."""
-    if start.recipe is None:
-        return start.precision != config.precision.name
-    return start.recipe != recipe_of(config)
 
 
 def _due(every: int, step: int, steps: int) -> bool:

@@ -15,9 +15,19 @@ import torch
 
 from nvfp4_train.exits import ExitCode
 from tests.launch.conftest import ROOT, children, free_port, launcher, lines_of, start, wait_until
-from tests.parallel.launches import Runs, holders
+from tests.parallel.launches import Runs
 from tests.parallel.processes import SHARED
-from tests.parallel.test_agreement import BOUNDS, CONTEXT, INTERLEAVED, PIPELINE, SEQUENCE, TENSOR, check_gradients
+from tests.parallel.test_agreement import (
+    BOUNDS,
+    CONTEXT,
+    INTERLEAVED,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    check_copies,
+    check_gradients,
+    check_losses,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -92,14 +102,7 @@ def test_replicas_differ_in_last_bits_of_quantized_linears_alone(runs: Runs) -> 
 
 @pytest.mark.parametrize(("layout", "recipe"), CLOSE)
 def test_as_close_as_rounding_allows(runs: Runs, layout: str, recipe: str) -> None:
-    """See `test_agreement`."""
-    bound, differences = BOUNDS[recipe], []
-    for line, alone in zip(runs.metrics(f"{layout} {recipe}"), runs.metrics(f"one {recipe}"), strict=True):
-        assert line["data/hash"] == alone["data/hash"]
-        assert line["optim/grad_norm"] == pytest.approx(alone["optim/grad_norm"], rel=30 * bound), line["step"]
-        differences.append(abs(line["train/loss"] / alone["train/loss"] - 1))
-    assert max(differences) < 3 * bound, differences
-    assert sum(differences) / STEPS < bound, differences
+    check_losses(runs, f"{layout} {recipe}", recipe)
 
 
 @pytest.mark.parametrize(("layout", "recipe"), [pair for pair in PAIRS if pair[0] in SPLIT])
@@ -108,13 +111,7 @@ def test_every_gradient_is_that_of_one_process(runs: Runs, layout: str, recipe: 
 
 
 def test_copies_are_the_same_bits_in_the_end(runs: Runs) -> None:
-    compared = 0
-    for name, ranks in runs.found.items():
-        for parameter, copies in holders(ranks):
-            for copy in copies[1:]:
-                assert torch.equal(copy, copies[0]), (name, parameter)
-                compared += 1
-    assert compared > 100
+    check_copies(runs)
 
 
 def test_ranks_that_share_a_tensor_agree_on_its_scale(runs: Runs) -> None:
