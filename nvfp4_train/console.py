@@ -92,5 +92,5 @@ def step_text(metrics: Metrics, time_left: str) -> str:
         parts.append(f"MFU {metrics['throughput/mfu']:.1%} ({weighted:.1%} of the formats' peak)")
     waited = metrics.get("time/data_s", 0.0)
     if waited > _WAITED * metrics["time/step_s"]:
-        parts.append(f"waited {waited:.1f} s for data")
+        parts.append(f"waited {f'{waited:.1f} s' if waited >= 1 else f'{1e3 * waited:.0f} ms'} for data")
     return "  ".join([*parts, f"ETA {time_left}"])

@@ -34,11 +34,12 @@ def test_one_line_a_step_off_a_terminal() -> None:
 def test_a_step_that_waits_for_its_batch_says_so() -> None:
     stream = io.StringIO()
     console = Console(True, 100, stream)
-    for waited in (0.19, 0.21):
+    for waited in (0.19, 0.21, 86.24):
         console.step({**STEP, "time/data_s": waited})
-    short, long = stream.getvalue().splitlines()
+    short, long, longest = stream.getvalue().splitlines()
     assert "waited" not in short
-    assert long.endswith("12,346 tok/s  waited 0.2 s for data  ETA 0:02:30")
+    assert long.endswith("12,346 tok/s  waited 210 ms for data  ETA 0:02:30")
+    assert longest.endswith("12,346 tok/s  waited 86.2 s for data  ETA 0:02:30")
 
 
 def test_a_bar_with_the_time_left_on_a_terminal(monkeypatch) -> None:  # type: ignore[no-untyped-def]
