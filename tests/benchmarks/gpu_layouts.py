@@ -10,6 +10,7 @@ are GPUs. One start measures all layouts of so many processes; after one that fa
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -125,8 +126,11 @@ def measured(jobs: Sequence[Job], overrides: Sequence[str], processes: int) -> F
     return found
 
 
-def main(words: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="RECIPE|OVERRIDE", help=f"by default {', '.join(RECIPES)}")
+    words = parser.parse_args(arguments).words
     overrides = [word for word in words if "=" in word]
     recipes = [word for word in words if "=" not in word] or RECIPES
     found: Found = {}
@@ -146,4 +150,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         work(Path(sys.argv[2]), sys.argv[3:])
     else:
-        main(sys.argv[1:])
+        main()
