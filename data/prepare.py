@@ -147,10 +147,15 @@ class _Work:
     def of_shard(self, shard: Shard) -> Corpus | None:
         """This shard's parts, then the corpus where all others are there."""
         say, folder = self._say, self._folder
-        with self.locked(f"{folder.name}.shard-{shard.number}-of-{shard.count}"), self._refusals():
-            self._build(self._parts[shard.number - 1 :: shard.count])
+        try:
+            with self.locked(f"{folder.name}.shard-{shard.number}-of-{shard.count}"), self._refusals():
+                self._build(self._parts[shard.number - 1 :: shard.count])
+        except DataError:
+            if not folder.exists():
+                raise  # else another command has made these parts too, and taken the folder away with them
         with self.locked(folder.name), self._refusals():
             if folder.exists():
+                shutil.rmtree(self._building, ignore_errors=True)
                 return _reuse(folder, self._config, say)
             missing = sum(not part.is_whole() for part in self._parts)
             if missing:

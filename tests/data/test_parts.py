@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import data.processes
 import data.progress
 from data.ahead import ahead
 from data.config import DataConfig, DataError
+from data.corpus import Corpus
 from data.encoding import encode_batch
 from data.parts import build_part, cut_parts
 from data.prepare import Shard, prepare, prepare_shard
@@ -152,6 +154,26 @@ def test_a_command_without_shard_makes_what_shards_left(many: DataConfig) -> Non
     lines: list[str] = []
     prepare(many, say=lines.append)
     assert lines[0].endswith("; 2 of 5 parts are there already")
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_shard_whose_work_another_command_finished_takes_the_corpus(
+    many: DataConfig, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    real, calls, whole = Progress.add, count(1), list[Corpus]()
+
+    def overtaken(self: Progress, size: int) -> None:
+        """The other command begins and ends in the middle of a part of this one."""
+        if next(calls) == call:
+            monkeypatch.setattr(Progress, "add", real)
+            whole.append(prepare(many, say=silent))
+        real(self, size)
+
+    monkeypatch.setattr(Progress, "add", overtaken)
+    lines: list[str] = []
+    assert prepare_shard(many, Shard(1, 2), say=lines.append) == whole[0]
+    assert lines[-1].startswith("data: reusing ")
+    assert not list(whole[0].path.parent.glob(".*.building")), "what nobody needs is gone"
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b", "1/0"])
