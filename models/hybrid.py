@@ -7,7 +7,7 @@ inputs and outputs of linears are BF16; norms, the scan, softmax and the loss ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,20 +34,15 @@ from models.config import ModelConfig
 from models.initialization import initialize
 from models.kernels import choose_kernels, compare_kernels
 from models.mamba import Mamba2Mixer, MambaKernels, torch_core
+from models.megatron_config import megatron_config
 from models.megatron_cpu import megatron_device
 from models.norm import ACTIVATION_DTYPE, BlockNorm, NormFunction, RMSNorm
 from models.pointwise import Pointwise, choose_pointwise, compare_pointwise
-from models.shapes import ATTENTION, BLOCK_LINEARS, MAMBA, num_blocks, padded_vocab_size, stage_patterns, validate
+from models.shapes import ATTENTION, BLOCK_LINEARS, MAMBA, padded_vocab_size, stage_patterns, validate
 
 _BLOCK_NAME = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 LINEAR_PATHS = tuple(path for pair in BLOCK_LINEARS.values() for path, _ in pair)
 _EMBEDDING = "embedding.word_embeddings.weight"
-# `model.recompute` in Megatron's words.
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
 _NO_DECAY = ("A_log", "D", "dt_bias", "conv1d_weight", "conv1d_bias", "bias")
 
 
@@ -203,28 +198,34 @@ def build_model(
     device = torch.device(device)
     layout = {"tensor": tensor, "pipeline": pipeline, "sequence": sequence, "context": context}
     validate(config, **layout, virtual_pipeline=virtual_pipeline, sequence_length=sequence_length)  # type: ignore[arg-type]
-    stages = stage_patterns(config, pipeline, virtual_pipeline)
-    assert (virtual_stage is None) == (virtual_pipeline == 1), "virtual_stage goes with virtual_pipeline"
-    stage = (virtual_stage or 0) * pipeline + parallel_state.get_pipeline_model_parallel_rank()
     kernels, pointwise, attention = _trusted_kernels(config, device)
     with megatron_device(), torch.device(device):
         model = LanguageModel(
-            _megatron_config(config, device, pointwise, virtual_pipeline=virtual_pipeline, **layout),  # type: ignore[arg-type]
+            megatron_config(config, device, pointwise, virtual_pipeline=virtual_pipeline, **layout),  # type: ignore[arg-type]
             _specification(config, linears, kernels, pointwise, attention),
             linears,
             config,
             pointwise,
             max_sequence_length=sequence_length,
-            hybrid_layer_pattern="|".join(stages),
-            pre_process=stage == 0,
-            post_process=stage == len(stages) - 1,
             share_embeddings_and_output_weights=config.tie_embeddings,
-            vp_stage=virtual_stage,
+            **_place(stage_patterns(config, pipeline, virtual_pipeline), pipeline, virtual_pipeline, virtual_stage),
         )
     if device.type != "meta":
         rank = parallel_state.get_tensor_model_parallel_rank()
         initialize(initial_names(model), seed=seed, config=config, rank=rank, ranks=tensor)
     return model
+
+
+def _place(stages: Sequence[str], pipeline: int, virtual_pipeline: int, virtual_stage: int | None) -> dict[str, Any]:
+    """Where the model chunk stands among the stages of the pattern, in Megatron's words."""
+    assert (virtual_stage is None) == (virtual_pipeline == 1), "virtual_stage goes with virtual_pipeline"
+    stage = (virtual_stage or 0) * pipeline + parallel_state.get_pipeline_model_parallel_rank()
+    return {
+        "hybrid_layer_pattern": "|".join(stages),
+        "pre_process": stage == 0,
+        "post_process": stage == len(stages) - 1,
+        "vp_stage": virtual_stage,
+    }
 
 
 def _trusted_kernels(config: ModelConfig, device: torch.device) -> tuple[MambaKernels, Pointwise, AttentionKernel]:
@@ -241,59 +242,6 @@ def _trusted_kernels(config: ModelConfig, device: torch.device) -> tuple[MambaKe
     return kernels, pointwise, attention
 
 
-def _megatron_config(
-    config: ModelConfig,
-    device: torch.device,
-    pointwise: Pointwise,
-    *,
-    tensor: int,
-    pipeline: int,
-    sequence: bool,
-    context: int,
-    virtual_pipeline: int,
-) -> TransformerConfig:
-    """Our model in Megatron's words. Fusions that need Apex or Transformer Engine are off."""
-    # Interleaved stages that batch their sends mix up activations and gradients.
-    interleaved: dict[str, Any] = {"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual_pipeline > 1 else {}
-    return TransformerConfig(
-        num_layers=num_blocks(config),
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        kv_channels=config.head_dim,
-        mamba_num_heads=config.mamba_num_heads,
-        mamba_head_dim=config.mamba_head_dim,
-        mamba_state_dim=config.mamba_state_dim,
-        mamba_num_groups=config.mamba_num_groups,
-        is_hybrid_model=True,
-        activation_func=pointwise.squared_relu,
-        normalization="RMSNorm",
-        layernorm_epsilon=config.norm_eps,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=torch.float32,
-        pipeline_dtype=ACTIVATION_DTYPE,
-        bf16=True,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
-        context_parallel_size=context,
-        sequence_parallel=sequence,
-        use_cpu_initialization=device.type != "cuda",
-        perform_initialization=False,
-        transformer_impl="local",
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        **_RECOMPUTE[config.recompute],
-        **interleaved,
-    )
-
-
 def _specification(
     config: ModelConfig,
     linears: LinearClasses,
@@ -302,16 +250,7 @@ def _specification(
     attention_kernel: AttentionKernel,
 ) -> ModuleSpec:
     """What each letter of the pattern is built from."""
-    mixer = ModuleSpec(
-        module=Mamba2Mixer,
-        params={
-            "conv_width": config.mamba_conv_width,
-            "chunk_size": config.mamba_chunk_size,
-            "kernels": kernels,
-            "norm": pointwise.norm,
-        },
-        submodules=MambaMixerSubmodules(in_proj=linears.column, out_proj=linears.row),
-    )
+    mixer = _mixer(config, linears, kernels, pointwise)
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -346,6 +285,20 @@ def _specification(
                 ),
             ),
         ),
+    )
+
+
+def _mixer(config: ModelConfig, linears: LinearClasses, kernels: MambaKernels, pointwise: Pointwise) -> ModuleSpec:
+    """What computes in a Mamba block."""
+    return ModuleSpec(
+        module=Mamba2Mixer,
+        params={
+            "conv_width": config.mamba_conv_width,
+            "chunk_size": config.mamba_chunk_size,
+            "kernels": kernels,
+            "norm": pointwise.norm,
+        },
+        submodules=MambaMixerSubmodules(in_proj=linears.column, out_proj=linears.row),
     )
 
 
