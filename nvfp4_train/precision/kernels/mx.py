@@ -174,6 +174,24 @@ def stochastic_across(
         store_half_blocks(out, offset, mask, half, e2m1_stochastic(magnitude, halves[half], decode, dithers))
 
 
+@triton.jit
+def mx_rows(
+    x, out, key, columns, first, block, row_blocks, column_blocks, whole_columns, STOCHASTIC: tl.constexpr,
+    SPLIT: tl.constexpr, MANTISSA: tl.constexpr, UP: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Values of ROWS rows from `first` on, in blocks along BLOCK columns, the first of which is 16 * `block`."""
+    x += first * columns
+    out += first * columns
+    if STOCHASTIC:
+        stochastic_across(
+            x, out, key, columns, first, block, row_blocks, column_blocks, whole_columns, SPLIT, MANTISSA, UP, FULL,
+            ROWS, BLOCK,
+        )  # fmt: skip
+    else:
+        nearest_across(x, out, columns, block, MANTISSA, UP, FULL, ROWS, BLOCK)
+
+
 @triton.jit(do_not_specialize=["row_key", "column_key"])
 def mx_kernel(
     x,
@@ -216,16 +234,10 @@ def mx_kernel(
         # Rows at a time: a few, which are still in the L1 cache, or all, whose reads so wait together.
         ROWS: tl.constexpr = 8 if COLUMN or ROW_STOCHASTIC else SIZE
         for step in range(SIZE // ROWS):
-            here = first + step * ROWS
-            if ROW_STOCHASTIC:
-                stochastic_across(
-                    x + here * columns, row_out + here * columns, row_key, columns, here, block, row_blocks,
-                    column_blocks, whole_columns, SPLIT, MANTISSA, ROW_UP, FULL, ROWS, BLOCK,
-                )  # fmt: skip
-            else:
-                nearest_across(
-                    x + here * columns, row_out + here * columns, columns, block, MANTISSA, ROW_UP, FULL, ROWS, BLOCK
-                )
+            mx_rows(
+                x, row_out, row_key, columns, first + step * ROWS, block, row_blocks, column_blocks, whole_columns,
+                ROW_STOCHASTIC, SPLIT, MANTISSA, ROW_UP, FULL, ROWS, BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -281,10 +281,8 @@ def square_four_over_six_kernel(w, amax, out, scales, columns, MEASURE: tl.const
     """The same with the better of two scales for each tile."""
     encode, largest = stored_scales(amax, scales, SIX_TOP)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * 16
-    i = tl.arange(0, BLOCK)
-    number = tl.program_id(1) * (BLOCK // 16) + i % (BLOCK // 16)
-    mask = number < columns // 16
-    offset = i // (BLOCK // 16) * columns + number * 16
+    row, number, mask = blocks_across(columns, tl.program_id(1) * (BLOCK // 16), False, 16, BLOCK)
+    offset = row * columns + number * 16
     blocks = load_blocks(w + first * columns, offset, mask)
     left, right = better_values(blocks, encode, largest, ordinary(largest), MEASURE == MAE, True)
     store_half_blocks(out + first * columns, offset, mask, 0, left)

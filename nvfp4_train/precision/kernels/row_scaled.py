@@ -15,7 +15,7 @@ from nvfp4_train.precision.kernels.device import (
     to_float32,
 )
 from nvfp4_train.precision.kernels.four_over_six import MAE, TOP, better_values, ordinary
-from nvfp4_train.precision.kernels.rows import largest_across, load_blocks, store_half_blocks
+from nvfp4_train.precision.kernels.rows import blocks_across, largest_across, load_blocks, store_half_blocks
 
 # Rows that a program takes at a time.
 ROWS = tl.constexpr(4)
@@ -38,13 +38,11 @@ def row_amax_kernel(x, amax, columns, BLOCK: tl.constexpr):
 @triton.jit
 def row_scaled_kernel(x, amax, out, scales, columns, MEASURE: tl.constexpr, BLOCK: tl.constexpr):
     """Values (element * block scale, BF16) of x; `scales` takes s_dec of each row. MEASURE: as in `nvfp4.py`."""
-    i = tl.arange(0, ROWS * (BLOCK // 16))
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + i // (BLOCK // 16)
-    number = tl.program_id(1) * (BLOCK // 16) + i % (BLOCK // 16)
+    row, number, mask = blocks_across(columns, tl.program_id(1) * (BLOCK // 16), False, ROWS, BLOCK)
+    row += (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     bits = tl.load(amax + row)
     encode, decode = tensor_scales(bits, TOP if MEASURE else 2688.0)
     tl.store(scales + row, decode, mask=number == 0)
-    mask = number < columns // 16
     offset = row.to(tl.int64) * columns + number * 16
     blocks = load_blocks(x, offset, mask)
     if MEASURE:
