@@ -113,15 +113,18 @@ def test_every_gradient_is_that_of_one_process(runs: Runs, layout: str, recipe: 
     check_gradients(runs, f"{layout} {recipe}", recipe)
 
 
-def check_gradients(runs: Runs, name: str, recipe: str) -> None:
-    """Those of a run beside those of one process. Of vectors with a number a head, which sum few numbers, quantization
-    moves more: .10 to .39 of their length in nvfp4, by the seed.
+def check_gradients(runs: Runs, name: str, recipe: str, heads: float = 1) -> None:
+    """Those of a run beside those of one process.
+
+    Args:
+        heads: times the bound of vectors with a number a head, which sum few numbers: quantization moves them more,
+            by .10 to .39 of their length in nvfp4 in the model of the quickstart, by the seed.
     """
     mine, alone = runs.whole(name, "gradients"), runs.whole(f"one {recipe}", "gradients")
     assert set(mine) == set(alone)
     for parameter, gradient in alone.items():
         loose = recipe != "bf16" and parameter.rpartition(".")[2] in ("A_log", "D", "dt_bias")
-        bound = GRADIENT_BOUNDS[recipe] * (3 if loose else 1)
+        bound = GRADIENT_BOUNDS[recipe] * (heads if loose else 1)
         assert float((mine[parameter] - gradient).norm() / gradient.norm()) < bound, parameter
 
 

@@ -107,7 +107,7 @@ def test_as_close_as_rounding_allows(runs: Runs, layout: str, recipe: str) -> No
 
 @pytest.mark.parametrize(("layout", "recipe"), [pair for pair in PAIRS if pair[0] in SPLIT])
 def test_every_gradient_is_that_of_one_process(runs: Runs, layout: str, recipe: str) -> None:
-    check_gradients(runs, f"{layout} {recipe}", recipe)
+    check_gradients(runs, f"{layout} {recipe}", recipe, heads=3)
 
 
 def test_copies_are_the_same_bits_in_the_end(runs: Runs) -> None:
