@@ -7,13 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from data.config import DataError
 from data.corpus import Corpus
 from data.loading import Datasets, batch_hash
+from data.quiet import show_any_letter
 from data.record import open_record, read_record
 from data.samples import Row
 from data.tokenizers import BYTE, Tokenizer, copy_name, load_tokenizer
@@ -33,8 +33,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     arguments = parser().parse_args(argv)
-    if isinstance(sys.stdout, TextIOWrapper):  # text of any language, on a terminal that may lack its letters
-        sys.stdout.reconfigure(errors="backslashreplace")
+    show_any_letter()  # text is of any language
     try:
         for line in inspect(arguments.run, arguments.step, arguments.sample):
             print(line)

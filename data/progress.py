@@ -52,7 +52,9 @@ class Progress:
     def line(self) -> str:
         """Where the work stands now."""
         done, now = self._done, self._clock()
-        text = f"data: {done / self._total:.0%} of {self._total / 1e6:,.0f} MB" if self._total else f"data: {_mb(done)}"
+        text = f"data: {done / 1e6:,.0f} MB done"
+        if self._total:
+            text = f"data: {done / self._total:.0%} of {self._total / 1e6:,.0f} MB"
         moved, self._shown = done > self._shown, done
         if not moved:
             what = "no more text" if done else "no text yet: files are hashed and checked first"
@@ -64,15 +66,7 @@ class Progress:
         return f"{text}, {rate / 1e6:.1f} MB/s{left}"
 
 
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB done"
-
-
 def _time(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 100
-        else f"{seconds / 60:.0f} min"
-        if seconds < 6000
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

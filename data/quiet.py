@@ -1,11 +1,19 @@
-"""Keeps libraries from printing what concerns no reader of our messages; errors still rise as exceptions."""
+"""What is printed: libraries say nothing that concerns no reader of our messages, and every letter can be shown."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
+
+
+def show_any_letter() -> None:
+    """From here on a terminal that lacks a letter shows its number: no command ends of it."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextmanager

@@ -11,10 +11,10 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
-from io import TextIOWrapper
 from pathlib import Path
 
 from data.config import DataError
+from data.quiet import show_any_letter
 from models.config import ModelError
 from nvfp4_train import phase
 from nvfp4_train.checkpoints.files import CheckpointError
@@ -54,8 +54,7 @@ def guarded(body: Callable[[], int | None]) -> int:
 
     Of several ranks the one whose error ends the run also leaves it to the launcher, which says it last.
     """
-    if isinstance(sys.stdout, TextIOWrapper):  # a terminal that lacks a letter shows its number; no command ends of it
-        sys.stdout.reconfigure(errors="backslashreplace")
+    show_any_letter()
     try:
         return int(body() or ExitCode.DONE)
     except (SystemExit, GeneratorExit):

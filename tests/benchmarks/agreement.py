@@ -39,15 +39,15 @@ FEW: Layouts = {
 # Eight replicas take a micro-batch each, and four ranks divide Mamba's groups.
 DIVIDED = ["data.micro_batch=2", "model.mamba_num_groups=4"]
 EIGHT: Layouts = {
-    1: {ALONE: DIVIDED, **{name: [*DIVIDED, *nudge] for name, nudge in NUDGED.items()}},
+    1: {ALONE: [], **NUDGED},
     8: {
-        "data 8": [*DIVIDED, REPLICAS],
-        "tensor 2, data 4": [*DIVIDED, REPLICAS, TENSOR, SEQUENCE],
-        "tensor 2, pipeline 2, data 2": [*DIVIDED, REPLICAS, TENSOR, SEQUENCE, "parallel.pipeline=2"],
-        "tensor 4, context 2": [*DIVIDED, "parallel.tensor=4", SEQUENCE, "parallel.context=2"],
+        "data 8": [REPLICAS],
+        "tensor 2, data 4": [REPLICAS, TENSOR, SEQUENCE],
+        "tensor 2, pipeline 2, data 2": [REPLICAS, TENSOR, SEQUENCE, "parallel.pipeline=2"],
+        "tensor 4, context 2": ["parallel.tensor=4", SEQUENCE, "parallel.context=2"],
     },
 }
-SETS = {2: FEW, 8: EIGHT}
+SETS: dict[int, tuple[Layouts, list[str]]] = {2: (FEW, []), 8: (EIGHT, DIVIDED)}  # with overrides of all runs
 
 
 def place(folder: Path, recipe: str, seed: int, layout: str) -> Path:
@@ -61,11 +61,11 @@ def losses(folder: Path) -> list[float]:
     return [line["train/loss"] for line in read_metrics(file)] if file.exists() else []
 
 
-def train(folder: Path, layouts: Layouts, recipe: str, seed: int) -> None:
+def train(folder: Path, layouts: Layouts, always: Sequence[str], recipe: str, seed: int) -> None:
     """All layouts of a recipe and seed that are not there."""
     jobs = {
         processes: {
-            layout: [*SHORT, f"precision={recipe}", f"seed={seed}", f"data.prepared={folder / 'prepared'}",
+            layout: [*SHORT, *always, f"precision={recipe}", f"seed={seed}", f"data.prepared={folder / 'prepared'}",
                      f"run_dir={place(folder, recipe, seed, layout)}", *overrides]
             for layout, overrides in named.items()
             if len(losses(place(folder, recipe, seed, layout))) < STEPS
@@ -109,12 +109,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, choices=SETS, default=2, help="2 (and 4), or 8")
     parser.add_argument("--folder", type=Path, default=Path("runs/agreement"))
     arguments = parser.parse_args()
-    layouts = SETS[arguments.processes]
+    layouts, always = SETS[arguments.processes]
     folder = arguments.folder.resolve() / f"up-to-{max(layouts)}"
     folder.mkdir(parents=True, exist_ok=True)
     for recipe in arguments.recipes:
         for seed in arguments.seeds:
-            train(folder, layouts, recipe, seed)
+            train(folder, layouts, always, recipe, seed)
             print(table(folder, layouts, [recipe], [seed]), flush=True)
     print(f"\nlargest (mean) over {STEPS} steps, in 1e-4 of the loss")
     print(table(folder, layouts, arguments.recipes, arguments.seeds))
