@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from nvfp4_train.config import ConfigError, ParallelConfig
 from nvfp4_train.devices import check_cuda
+from nvfp4_train.signals import StopSignals
 from nvfp4_train.watch import COME, Watch, flatten, other_values
 
 with warnings.catch_warnings():  # one line for each optional library that is not installed, from several modules
@@ -58,7 +59,12 @@ class World:
 
 
 @contextmanager
-def process_groups(parallel: ParallelConfig, seed: int, settings: Mapping[str, Any] | None = None) -> Iterator[World]:
+def process_groups(
+    parallel: ParallelConfig,
+    seed: int,
+    settings: Mapping[str, Any] | None = None,
+    signals: StopSignals | None = None,
+) -> Iterator[World]:
     """Start the process groups and Megatron's parallel state, and end them with the block.
 
     Under torchrun (`RANK` and `WORLD_SIZE` set) joins its world, whose ranks then watch each other; otherwise this
@@ -68,6 +74,7 @@ def process_groups(parallel: ParallelConfig, seed: int, settings: Mapping[str, A
 
     Args:
         settings: what must be the same on all ranks, as nested JSON values; compared before anything else.
+        signals: told when an error ends the block: the launcher's signal must not hide why this rank leaves.
 
     Raises ConfigError on a rank with other settings; PeerEnded where another rank failed, is gone or hangs.
     """
@@ -78,15 +85,27 @@ def process_groups(parallel: ParallelConfig, seed: int, settings: Mapping[str, A
     check_cuda()
     device = _device()
     with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
-        yield from _joined(parallel, seed, device, settings or {})
+        yield from _joined(parallel, seed, device, settings or {}, signals)
 
 
-def _joined(parallel: ParallelConfig, seed: int, device: torch.device, settings: Mapping[str, Any]) -> Iterator[World]:
+def _joined(
+    parallel: ParallelConfig,
+    seed: int,
+    device: torch.device,
+    settings: Mapping[str, Any],
+    signals: StopSignals | None,
+) -> Iterator[World]:
     """The body of `process_groups`, on the device that was chosen."""
     ours, watch = not dist.is_initialized(), None
+    store: dist.Store = dist.HashStore()
     try:
         if ours:
-            watch = _meet(parallel.timeout, settings, device)
+            rank, size = _launched()
+            if size > 1:
+                watch, store = _connect(Watch(rank, size, parallel.timeout, {**settings, "device": _kind(device)}))
+                watch.start()
+            backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device_id)
         _split(parallel, seed, device)
         yield World(
             dist.get_rank(),
@@ -101,6 +120,8 @@ def _joined(parallel: ParallelConfig, seed: int, device: torch.device, settings:
             dist.barrier()  # a launcher ends those that are still busy when the first has left
             watch.finish()
     except BaseException as error:
+        if signals is not None:
+            signals.leaving = True
         if watch is None:
             raise
         explained = watch.explain(error)
@@ -124,45 +145,36 @@ def _device() -> torch.device:
     return device
 
 
-def _meet(timeout: float, settings: Mapping[str, Any], device: torch.device) -> Watch | None:
-    """The default process group; of several processes also their watch, once all are there with the same settings."""
+def _launched() -> tuple[int, int]:
+    """Rank and size of the world that a launcher started, or of this process alone."""
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else (0, 1)
-    cuda = device.type == "cuda"
-    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
-    if size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
-        return None
+    return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else (0, 1)
+
+
+def _connect(watch: Watch) -> tuple[Watch, dist.Store]:
+    """Connects rank 0 with all others; returns the watch and the store where the processes of this start meet."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
         raise ConfigError(
-            f"WORLD_SIZE={size} is set and MASTER_ADDR or MASTER_PORT is not: start the processes with "
+            f"WORLD_SIZE={watch.size} is set and MASTER_ADDR or MASTER_PORT is not: start the processes with "
             "python -m launch.run or torchrun, which set all of them, or unset WORLD_SIZE and RANK for one process."
         )
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         host,
         int(port),
-        is_master=rank == 0 and not served,
+        is_master=watch.rank == 0 and not served,
         timeout=timedelta(seconds=COME),
         wait_for_workers=False,
         multi_tenant=True,
     )
     # torchrun's store is the same after a restart, with all that is in it: names begin with this start's own secret.
-    watch = Watch(rank, size, timeout, {**settings, "device": _kind(device)})
-    if rank == 0:
+    if watch.rank == 0:
         address = watch.listen()
         store.set("watch", address)
     else:
         address = watch.connect(host, lambda: store.get("watch").decode())
-    try:
-        watch.start()
-        dist.init_process_group(
-            backend, store=dist.PrefixStore(address, store), rank=rank, world_size=size, device_id=device_id
-        )
-    except BaseException as error:
-        raise watch.explain(error) from None
-    return watch
+    return watch, dist.PrefixStore(address, store)
 
 
 def _kind(device: torch.device) -> str:

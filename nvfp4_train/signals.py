@@ -62,11 +62,13 @@ class StopSignals:
         received: name of the first signal, None before it.
         finish_steps: while True the first signal waits for the loop to look at `received`; before, in set-up, it raises
             KeyboardInterrupt where it strikes.
+        leaving: True once an error ends the run. The first signal from then on is only noted: a launcher sends one to
+            processes that another one's end has already reached, and they still have to say so.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self.finish_steps = False
+        self.finish_steps = self.leaving = self._noted = False
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -80,6 +82,9 @@ class StopSignals:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        if self.leaving and not self._noted:
+            self.received, self._noted = self.received or name, True
+            return
         if self.received is not None and number == _LAUNCHER_GONE:
             return
         if self.received is not None:

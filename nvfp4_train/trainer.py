@@ -61,7 +61,8 @@ def train(config: RunConfig) -> ExitCode:
         DONE, INTERRUPTED after a signal (saved), or NON_FINITE after too many skipped steps in a row (not saved).
     """
     phase.enter(phase.START)
-    with StopSignals() as signals, process_groups(config.parallel, config.seed, _started_with(config)) as world:
+    started_with = _started_with(config)
+    with StopSignals() as signals, process_groups(config.parallel, config.seed, started_with, signals) as world:
         console = Console(world.is_main, config.steps)
         capability = compute_capability(world.device)
         backend = choose_backend(config, capability)

@@ -30,6 +30,7 @@ from nvfp4_train import passes, phase, setup, trainer
 from nvfp4_train.checkpoints import state as checkpoint
 from nvfp4_train.checkpoints.writer import FileSystemWriterAsync
 from nvfp4_train.environment import environment_that_counts, versions
+from nvfp4_train.watch import Watch
 from tests.faults.forked import Before, launch
 from tests.faults.plan import ALONE, LAYOUTS, SAVES, SEEDS, plan
 from tests.faults.run import Faults, state, write_text
@@ -117,6 +118,20 @@ def struck(number: int) -> Callable[..., None]:
     return lambda *_, **__: os.kill(os.getpid(), number)
 
 
+def signalled_as_it_leaves(rank: int, _overrides: list[str]) -> None:
+    """Rank 1 fails in set-up; the SIGTERM of a launcher reaches rank 0 while it finds out why it has to leave."""
+    if rank == 1:
+        trainer.build_quantized_model = failing(BOOM)
+        return
+    real = Watch.explain
+
+    def explain(self: Watch, error: BaseException) -> BaseException:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, error)
+
+    Watch.explain = explain  # type: ignore[method-assign]
+
+
 def terminating(step: int, times: int) -> Callable[[], None]:
     """SIGTERM to the launcher, so many times, while this rank's thread writes the checkpoint of a step."""
 
@@ -163,6 +178,7 @@ SCENARIOS: dict[str, Break] = {
     "backward": on(1, failing_backward),
     "update": on(0, entering("update of step 2", failing(BOOM))),
     "evaluation": on(1, entering("evaluation", failing(BOOM))),
+    "start and signal": signalled_as_it_leaves,
     "load": on(1, replaced(checkpoint, "load", failing(BOOM))),
     "save": on(1, replaced(checkpoint, "random_states", failing(BOOM))),
     "save on rank 0": on(0, replaced(checkpoint, "random_states", failing(BOOM))),

@@ -30,10 +30,26 @@ def test_before_the_first_step_it_interrupts() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_the_second_signal_leaves_at_once() -> None:
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_a_signal_does_not_hide_the_error_that_ends_the_run(
+    asked_before: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with StopSignals() as signals:
+        if asked_before:
+            signals.finish_steps = True
+            os.kill(os.getpid(), signal.SIGINT)
+        capfd.readouterr()
+        signals.leaving = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == ("SIGINT" if asked_before else "SIGTERM")
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("state", ["finish_steps", "leaving"])
+def test_the_second_signal_leaves_at_once(state: str) -> None:
     program = (
         "import os, signal\nfrom nvfp4_train.signals import StopSignals\n"
-        "with StopSignals() as signals:\n    signals.finish_steps = True\n"
+        f"with StopSignals() as signals:\n    signals.{state} = True\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n    os.kill(os.getpid(), signal.SIGINT)\n    print('still here')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

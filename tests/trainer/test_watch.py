@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-import torch
 
 from nvfp4_train import phase, watch
 from nvfp4_train.config import ConfigError
-from nvfp4_train.distributed import _meet
+from nvfp4_train.distributed import _connect
 from nvfp4_train.exits import ExitCode, PeerEnded
 from nvfp4_train.watch import Watch, lost_contact
 
@@ -165,7 +164,7 @@ def test_a_world_without_an_address_is_a_mistake(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set and MASTER_ADDR or MASTER_PORT is not: start"):
-        _meet(1.0, {}, torch.device("cpu"))
+        _connect(Watch(0, 2, 1.0, {}))
 
 
 @pytest.mark.parametrize(("limits", "allowed"), [((256, 4096), 1000), ((4096, 4096), None), ((256, -1), 1000)])
