@@ -118,9 +118,9 @@ def read_package(source: Source, file: SourceFile, text_field: str) -> Iterator[
 
 def read_text(source: Source, file: SourceFile, text_field: str) -> Iterator[AnyDocument]:
     """A UTF-8 file: one document, or several cut at line ends. Line ends become \\n."""
-    offset = invalid_utf8(file.path)
-    if offset is not None:
-        yield BadDocument(str(file.path), f"not UTF-8 at byte {offset}; convert it (`iconv -t UTF-8`) or leave it out")
+    reason = no_text(file.path)
+    if reason is not None:
+        yield BadDocument(str(file.path), f"{reason}; convert it (`iconv -f ENCODING -t UTF-8`) or leave it out")
         return
     limit = _document_bytes(source, file)
     with file.path.open(encoding="utf-8-sig") as stream:
@@ -254,8 +254,11 @@ def cut(lines: Iterable[str], limit: int) -> Iterator[tuple[int, str]]:
         yield first, "".join(piece)
 
 
-def invalid_utf8(path: Path) -> int | None:
-    """Offset of the first byte that is not UTF-8, or None; reads in chunks."""
+def no_text(path: Path) -> str | None:
+    """Why a file is no UTF-8 text and at which byte, or None; reads in chunks.
+
+    A NUL is UTF-8, but no text has one: UTF-16 of Latin letters has one beside each, and would double the tokens.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     fed = 0
     with path.open("rb") as stream:
@@ -265,7 +268,10 @@ def invalid_utf8(path: Path) -> int | None:
             try:
                 decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                return fed - pending + error.start
+                if b"\0" not in chunk[: max(0, error.start - pending)]:
+                    return f"not UTF-8 at byte {fed - pending + error.start}"
+            if b"\0" in chunk:
+                return f"no text (UTF-16?), as the NUL at byte {fed + chunk.index(0)} says"
             if not chunk:
                 return None
             fed += len(chunk)

@@ -200,9 +200,12 @@ def _kind_of_file(path: Path) -> str:
     suffix = path.suffix.lower()
     kind = next((kind for kind, ends in SUFFIXES.items() if path.name.lower().endswith(ends)), "text")
     if suffix in COMPRESSED and kind == "text":
+        rename = (
+            f", or if it holds JSON lines, name it .jsonl{suffix}" if f".jsonl{suffix}" in SUFFIXES["jsonl"] else ""
+        )
         raise DataError(
-            f"data.path: {path} is compressed. Decompress it first, or if it holds JSON lines, name it .jsonl{suffix}; "
-            ".jsonl.gz, .jsonl.zst, .jsonl, .parquet and text are read as they are."
+            f"data.path: {path} is compressed. Decompress it first{rename}; .jsonl.gz, .jsonl.zst, .jsonl, .parquet "
+            "and text are read as they are."
         )
     if kind == "indexed" and not path.with_suffix(".idx").is_file():
         raise DataError(f"data.path: {path} has no .idx file beside it. Megatron's indexed binaries are two files.")
@@ -234,6 +237,8 @@ def _listed(paths: list[Path], root: Path) -> tuple[SourceFile, ...]:
 
 def _file(path: Path, root: Path) -> SourceFile:
     now = _stat(path)
+    if not stat.S_ISREG(now.st_mode):  # to open a pipe would wait for who writes to it, for ever
+        raise DataError(f"data.path: {path} is no regular file, but a pipe, socket or device. Leave it out.")
     return SourceFile(path, path.relative_to(root).as_posix(), now.st_size, now.st_mtime_ns)
 
 
@@ -241,6 +246,10 @@ def _stat(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except FileNotFoundError as error:
+        if path.is_symlink():
+            raise DataError(
+                f"data.path: {path} is a link to {os.readlink(path)}, which is not there. Mend it or leave it out."
+            ) from error
         raise DataError(
             f"data.path: there is no {path}. Write the path of a text file, .jsonl, .parquet or a folder of them, or "
             "`builtin`."

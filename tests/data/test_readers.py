@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import data.readers
 from data.config import DataError
-from data.readers import CHUNK, BadDocument, Document, TokenDocument, cut, invalid_utf8, read_documents
+from data.readers import CHUNK, BadDocument, Document, TokenDocument, cut, no_text, read_documents
 from data.sources import find_source
 
 
@@ -175,20 +175,24 @@ def test_cut_prefers_line_ends_and_spaces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "offset"),
+    ("content", "reason"),
     [
         (b"", None),
         ("a" * (CHUNK - 1) + "ü", None),
-        (b"abc\xff", 3),
-        (b"abc\xc3", 3),
-        (b"a" * (CHUNK - 1) + b"\xc3\xa4\xff", CHUNK + 1),
-        (b"a" * (CHUNK - 1) + b"\xc3a", CHUNK - 1),
+        (b"abc\xff", "not UTF-8 at byte 3"),
+        (b"abc\xc3", "not UTF-8 at byte 3"),
+        (b"a" * (CHUNK - 1) + b"\xc3\xa4\xff", f"not UTF-8 at byte {CHUNK + 1}"),
+        (b"a" * (CHUNK - 1) + b"\xc3a", f"not UTF-8 at byte {CHUNK - 1}"),
+        ("text".encode("utf-16-le"), "no text (UTF-16?), as the NUL at byte 1 says"),
+        ("text".encode("utf-16"), "not UTF-8 at byte 0"),
+        (b"a\0b\xff", "no text (UTF-16?), as the NUL at byte 1 says"),
+        (b"a" * (CHUNK - 1) + b"\xc3\xa4\0\xff", f"no text (UTF-16?), as the NUL at byte {CHUNK + 1} says"),
     ],
 )
-def test_offset_of_the_first_byte_that_is_not_utf8(tmp_path: Path, content: bytes | str, offset: int | None) -> None:
+def test_what_is_no_text_and_where(tmp_path: Path, content: bytes | str, reason: str | None) -> None:
     path = tmp_path / "a"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    assert invalid_utf8(path) == offset
+    assert no_text(path) == reason
 
 
 def test_text_that_is_not_utf8_is_one_bad_document(tmp_path: Path) -> None:
@@ -196,7 +200,7 @@ def test_text_that_is_not_utf8_is_one_bad_document(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("good")
     bad, good = read(tmp_path)
     assert bad == BadDocument(
-        f"{tmp_path}/a.txt", "not UTF-8 at byte 53; convert it (`iconv -t UTF-8`) or leave it out"
+        f"{tmp_path}/a.txt", "not UTF-8 at byte 53; convert it (`iconv -f ENCODING -t UTF-8`) or leave it out"
     )
     assert good == Document("good", f"{tmp_path}/b.txt:1")
 

@@ -144,6 +144,7 @@ def test_folder_without_usable_files(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("a.txt.zst", r"is compressed.*name it \.jsonl\.zst"),
+        ("a.zip", r"is compressed\. Decompress it first; \.jsonl\.gz"),
         ("a.json", "convert it .*jq -c"),
         ("a.bin", r"has no \.idx"),
     ],
@@ -167,5 +168,9 @@ def test_no_regular_file(tmp_path: Path) -> None:
         find_source(str(tmp_path / "pipe"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "link.txt").symlink_to(tmp_path / "gone")
-    with pytest.raises(DataError, match=r"there is no .*link\.txt"):
+    with pytest.raises(DataError, match=r"link\.txt is a link to .*/gone, which is not there"):
+        find_source(str(tmp_path / "folder"))
+    (tmp_path / "folder" / "link.txt").unlink()
+    os.mkfifo(tmp_path / "folder" / "pipe.txt")
+    with pytest.raises(DataError, match=r"folder/pipe\.txt is no regular file"):
         find_source(str(tmp_path / "folder"))
