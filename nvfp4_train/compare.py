@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 
     from nvfp4_train.comparison.output import check_folder, write_files
     from nvfp4_train.comparison.pictures import gap_figure, loss_figure, png
-    from nvfp4_train.comparison.report import html_report, remarks, terminal_table
+    from nvfp4_train.comparison.report import about_seeds, html_report, remarks, terminal_table
     from nvfp4_train.comparison.result import compare
     from nvfp4_train.comparison.runs import open_groups
 
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     write_files(arguments.out, files)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     console.print(terminal_table(comparison, console.encoding))
-    for line in remarks(comparison):
+    for line in filter(None, (*remarks(comparison), about_seeds(comparison))):
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"written to {arguments.out}: {', '.join(files)}", markup=False, soft_wrap=True)
     if arguments.wandb:

@@ -13,8 +13,8 @@ REACH = 0.1
 
 
 def smooth(curve: Curve) -> NDArray[np.float64]:
-    """The finite losses of `curve`, smoothed: at every point a straight line is fitted to the losses within 5% of its
-    tokens.
+    """The finite losses of `curve`, smoothed: at every point a straight line is fitted to the losses within 10% of its
+    tokens, before and after.
 
     The window grows with the tokens, as the scale on which the loss changes does. A line, unlike an average, is not
     biased at the last point, where only one side of the window is there. Fewer than four points in a window: the loss

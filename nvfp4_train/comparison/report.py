@@ -72,6 +72,16 @@ def remarks(comparison: Comparison) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
+def about_seeds(comparison: Comparison) -> str:
+    """What bands of single pairs do not know; empty where every band comes from several seeds."""
+    if all(run.band == "seeds" for run in comparison.runs):
+        return ""
+    return (
+        "The band of one pair does not say how far another seed would land, which may be well outside of it: to tell "
+        "recipes apart, give several seeds of each, joined by commas."
+    )
+
+
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
@@ -112,8 +122,7 @@ def _explanation(comparison: Comparison) -> str:
         text += "from the spread of the seeds. "
     else:
         seeds = ", or from the spread of the seeds where there are several" if "seeds" in bands else ""
-        text += f"from the noise of the difference of the two runs{seeds}; the noise of one pair does not say "
-        text += "how far another seed would land. "
+        text += f"from the noise of the difference of the two runs{seeds}. {about_seeds(comparison)} "
     return escape(
         text + "Tokens to match: how many times the baseline's tokens the run needs for the same smoothed loss."
     )

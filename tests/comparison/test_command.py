@@ -111,6 +111,8 @@ def test_a_paired_run(runs: Path, out: Path, capsys: pytest.CaptureFixture[str])
     assert {path.name for path in out.iterdir()} == FILES
     printed = capsys.readouterr().out
     assert re.search(r"a .*yes.*\+\d\.\d+ ± 0\.\d+.*\+3\.000", printed)
+    assert "does not say how far another seed would land" in printed
+    assert "does not say how far another seed would land" in (out / "report.html").read_text()
 
 
 def test_a_terminal_that_lacks_the_arrow(runs: Path, out: Path) -> None:
@@ -134,8 +136,9 @@ def test_several_runs_at_once(runs: Path, out: Path) -> None:
     assert short == pytest.approx(float(true_loss(TOKENS_PER_STEP * np.arange(181, 201)).mean()), abs=0.03)
 
 
-def test_seeds(runs: Path, out: Path) -> None:
+def test_seeds(runs: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(runs, "base_seeds run_seeds", out) == 0
+    assert "another seed" not in capsys.readouterr().out
     (run,) = result(out)["runs"]
     assert (run["name"], run["seeds"], run["band"], run["paired"]) == ("run_seeds", [1, 2, 3], "seeds", True)
     assert run["gap"]["train"]["low"] < 2.0 < run["gap"]["train"]["high"]
