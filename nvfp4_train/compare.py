@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nvfp4_train.exits import ExitCode, guarded
+from nvfp4_train.lasting import tell
 
 if TYPE_CHECKING:
     from nvfp4_train.comparison.result import Comparison
@@ -77,13 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Compare, write, and say what came out."""
-    from rich.console import Console
-
     from nvfp4_train.comparison.output import check_folder, write_files
     from nvfp4_train.comparison.pictures import gap_figure, loss_figure, png
     from nvfp4_train.comparison.report import about_seeds, html_report, remarks, terminal_table
     from nvfp4_train.comparison.result import compare
     from nvfp4_train.comparison.runs import open_groups
+    from nvfp4_train.console import table_console
 
     check_folder(arguments.out)
     baseline, *groups = open_groups([arguments.baseline, *arguments.runs])
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         "report.html": html_report(comparison, {"Loss": loss, "Gap": gap}).encode(),
     }
     write_files(arguments.out, files)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = table_console()
     console.print(terminal_table(comparison, console.encoding))
     for line in filter(None, (*remarks(comparison), about_seeds(comparison))):
         console.print(line, markup=False, soft_wrap=True)
@@ -116,7 +116,7 @@ def _verdict(comparison: Comparison, limit: float | None) -> ExitCode:
             name: measured.gap.value for name, measured in (("train", result.train), ("val", result.val)) if measured
         }
         what = ", ".join(f"{name} gap {value:+.3f}%" for name, value in gaps.items()) if result.train else "diverged"
-        print(f"{result.name}: {what}; above --max-gap {limit}", file=sys.stderr)
+        tell(f"{result.name}: {what}; above --max-gap {limit}")
     return ExitCode.GAP if above else ExitCode.DONE
 
 

@@ -12,6 +12,7 @@ from typing import TextIO
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from nvfp4_train.lasting import lasting, tell
 from nvfp4_train.metrics import Metrics
 
 _RECENT = 50  # steps whose mean duration gives the time left
@@ -19,7 +20,7 @@ _WAITED = 0.1  # share of a step from which on it says that it waited for its ba
 
 
 class Console:
-    """Prints on the main rank and nowhere else.
+    """Prints on the main rank and nowhere else. Where it can't any more, the run goes on all the same.
 
     Args:
         is_main: False makes every method silent.
@@ -28,7 +29,7 @@ class Console:
     """
 
     def __init__(self, is_main: bool, steps: int, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+        self._stream = lasting(stream or sys.stdout, _lost)
         self._is_main = is_main
         self._steps = steps
         self._durations: deque[float] = deque(maxlen=_RECENT)
@@ -78,6 +79,15 @@ class Console:
     def _time_left(self, step: int) -> str:
         seconds = sum(self._durations) / len(self._durations) * (self._steps - step)
         return str(timedelta(seconds=round(seconds)))
+
+
+def table_console() -> RichConsole:
+    """For tables and what is said of them: as wide as the terminal, else wide enough for our widest table."""
+    return RichConsole(highlight=False, width=None if sys.stdout.isatty() else 140, file=lasting(sys.stdout))
+
+
+def _lost(error: OSError) -> None:
+    tell(f"warning: nothing can be shown any more ({error.strerror}); the run goes on, its metrics are in its folder")
 
 
 def step_text(metrics: Metrics, time_left: str) -> str:

@@ -19,6 +19,7 @@ from models.config import ModelError
 from nvfp4_train import phase
 from nvfp4_train.checkpoints.files import CheckpointError
 from nvfp4_train.config import ConfigError
+from nvfp4_train.lasting import tell, unread
 from nvfp4_train.precision.config import PrecisionError
 
 USER_MISTAKES = (ConfigError, ModelError, DataError, PrecisionError, CheckpointError)
@@ -56,23 +57,25 @@ def guarded(body: Callable[[], int | None]) -> int:
     """
     show_any_letter()
     try:
-        return int(body() or ExitCode.DONE)
+        code = int(body() or ExitCode.DONE)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where what can't be written has a meaning, not as Python ends
+        return code
     except (SystemExit, GeneratorExit):
         raise
     except PeerEnded as error:
-        print(f"{where()}{error}", file=sys.stderr, flush=True)
+        tell(f"{where()}{error}")
         if error.found_here:
             leave_reason(str(error), error.code)
         return error.code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.DONE
     except BaseException as error:  # torch's CheckpointException is no Exception
+        if isinstance(error, BrokenPipeError) and unread():  # `| head` has seen enough
+            return ExitCode.DONE
         code = code_of(error)
         if code == ExitCode.INTERNAL:
-            traceback.print_exc()
+            tell(traceback.format_exc().rstrip())
         said = described(error)
-        print(f"{where()}{said}", file=sys.stderr, flush=True)
+        tell(f"{where()}{said}")
         if code != ExitCode.INTERRUPTED:
             leave_reason(said, code)
         return code
@@ -109,7 +112,7 @@ def leave_reason(text: str, code: int) -> None:
     }
     with suppress(OSError):  # it is said on the screen, too
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "x") as opened:
+        with open(file, "x", encoding="utf-8") as opened:
             json.dump({"message": reason}, opened)
 
 

@@ -42,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(folder: Path) -> ExitCode:
     """Print the worst tensors of the run in `folder` and what to do. Raises CompareError where it sampled none."""
-    from rich.console import Console
     from rich.table import Table
 
     from nvfp4_train.comparison.quant import sampled, tensors
     from nvfp4_train.comparison.runs import CompareError, open_run
+    from nvfp4_train.console import table_console
 
     found = open_run(folder)
     health = [tensor for tensor in tensors(found.quant) if severity(tensor) > 0]
@@ -60,7 +60,7 @@ def run(folder: Path) -> ExitCode:
         table.add_column(heading, justify="left" if heading in ("linear", "operand") else "right", no_wrap=True)
     for tensor in sorted(health, key=severity, reverse=True)[:WORST]:
         table.add_row(*_row(tensor))
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = table_console()
     console.print(table)
     console.print(advice(found, health), markup=False, soft_wrap=True)
     return ExitCode.DONE

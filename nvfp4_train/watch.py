@@ -30,6 +30,7 @@ from typing import Any
 from nvfp4_train import phase
 from nvfp4_train.config import ConfigError
 from nvfp4_train.exits import USER_MISTAKES, ExitCode, PeerEnded, code_of, leave_reason, on_this_node, where
+from nvfp4_train.lasting import tell
 
 COME = 600.0  # seconds for all ranks to come: imports over a network file system are slow
 GRACE = 1.0  # seconds for a rank that waits to be freed by the broken connections of its collective
@@ -300,7 +301,7 @@ class Watch:
             return
         if not self._unwinding:
             ended = self._peer_ended(cause)
-            print(f"{where()}{ended}", file=sys.stderr, flush=True)
+            tell(f"{where()}{ended}")
             if ended.found_here:
                 leave_reason(str(ended), cause.code)
         with suppress(Exception):
