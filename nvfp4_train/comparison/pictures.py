@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
@@ -56,8 +57,15 @@ def _add_legend(figure: Figure) -> None:
     figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=9)
 
 
+def _in_legend(label: str) -> str:
+    """Matplotlib leaves out what begins with `_`, as a folder's name may."""
+    return f" {label}" if label.startswith("_") else label
+
+
 def png(figure: Figure) -> bytes:
     """The figure as the content of a PNG file."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # in a run's name a `$` begins no formula
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -93,7 +101,7 @@ def loss_figure(comparison: Comparison) -> Figure:
 
     runs_in_all = len(comparison.baseline.runs) + sum(len(result.pairs) for result in comparison.runs)
     for index, run in enumerate(comparison.baseline.runs):
-        draw(run, None if index else comparison.baseline.name, {"color": BASELINE_COLOR}, runs_in_all <= 4)
+        draw(run, None if index else _in_legend(comparison.baseline.name), {"color": BASELINE_COLOR}, runs_in_all <= 4)
     for number, result in enumerate(comparison.runs):
         for index, (_, run) in enumerate(result.pairs):
             draw(run, None if index else _loss_label(result), _style(number), runs_in_all <= 4)
@@ -105,8 +113,8 @@ def loss_figure(comparison: Comparison) -> Figure:
 
 def _loss_label(result: RunResult) -> str:
     if result.train is None:
-        return f"{result.name}: diverged"
-    return f"{result.name}: {result.train.run_loss:.4f} (baseline {result.train.baseline_loss:.4f})"
+        return _in_legend(f"{result.name}: diverged")
+    return _in_legend(f"{result.name}: {result.train.run_loss:.4f} (baseline {result.train.baseline_loss:.4f})")
 
 
 def _set_range(axes: Axes, lows: Sequence[float], highs: Sequence[float]) -> None:
@@ -160,7 +168,7 @@ def gap_figure(comparison: Comparison) -> Figure:
 def _draw_gap(axes: Axes, result: RunResult, style: dict[str, Any]) -> list[NDArray[np.float64]]:
     """Draw one run; returns the heights that must be visible."""
     if result.train is None:
-        axes.plot([], [], label=f"{result.name}: diverged", **style)
+        axes.plot([], [], label=_in_legend(f"{result.name}: diverged"), **style)
         return []
     gap, color, single = result.train.gap, style["color"], len(result.pairs) == 1
     heights = []
@@ -189,7 +197,7 @@ def _draw_gap(axes: Axes, result: RunResult, style: dict[str, Any]) -> list[NDAr
 
 def _gap_label(result: RunResult) -> str:
     assert result.train is not None
-    return f"{result.name}: {result.train.gap} %" + ("" if result.paired else " (unpaired)")
+    return _in_legend(f"{result.name}: {result.train.gap} %" + ("" if result.paired else " (unpaired)"))
 
 
 def heat_figure(heat: HeatMap) -> Figure:

@@ -222,7 +222,11 @@ def _read_mapping(path: Path) -> Mapping[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        content = yaml.safe_load(path.read_text()) if path.suffix == ".yaml" else json.loads(path.read_text())
+        content = (
+            yaml.safe_load(path.read_text(encoding="utf-8"))
+            if path.suffix == ".yaml"
+            else json.loads(path.read_text(encoding="utf-8"))
+        )
     except (ValueError, yaml.YAMLError) as error:
         raise CompareError(
             f"{path}: not readable ({error}). Mend it, or move it away: a run is compared without it, too."
@@ -254,7 +258,7 @@ def open_group(argument: str) -> Group:
         paths = places
     runs = tuple(open_run(path) for path in paths)
     _check_seeds(argument, runs)
-    return Group(",".join(place.resolve().name for place in places), runs)
+    return Group(_text(",".join(place.resolve().name for place in places)), runs)
 
 
 def _places(argument: str) -> list[Path]:
@@ -277,6 +281,11 @@ def open_groups(arguments: Sequence[str]) -> list[Group]:
     ]
 
 
+def _text(name: str) -> str:
+    """A folder's name may be bytes that are no UTF-8; pictures and pages want text."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def distinct_names(named: Sequence[Sequence[Path]]) -> list[str]:
     """A name for each item, one or several folders: their names, joined by commas, each with as few of its parents as
     tell the item apart from all others, and its folders from each other. Items of the same folders have the same name.
@@ -284,7 +293,7 @@ def distinct_names(named: Sequence[Sequence[Path]]) -> list[str]:
     items = [tuple(path.resolve() for path in paths) for paths in named]
 
     def ends(item: tuple[Path, ...], parts: int) -> list[str]:
-        return [str(Path(*path.parts[-parts:])) for path in item]
+        return [_text(str(Path(*path.parts[-parts:]))) for path in item]
 
     def unclear(item: tuple[Path, ...], parts: int) -> bool:
         own = ends(item, parts)

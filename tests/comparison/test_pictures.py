@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from nvfp4_train.comparison.pictures import gap_figure, loss_figure
+from nvfp4_train.comparison.pictures import gap_figure, loss_figure, png
+from nvfp4_train.comparison.report import html_report
 from nvfp4_train.comparison.result import Comparison, compare
 from nvfp4_train.comparison.runs import open_groups
 from tests.comparison.synthetic import TOKENS_PER_STEP, config, losses, make_run
@@ -35,6 +36,20 @@ def vertical_lines(figure: Figure) -> list[float]:
 
 def texts(figure: Figure) -> list[str]:
     return [text.get_text() for text in (*figure.axes[0].texts, *figure.legends[0].get_texts())]
+
+
+@pytest.mark.parametrize("name", ["_run", "a$b^^$", "$x$", b"caf\xe9".decode(errors="surrogateescape"), "x<b>&"])
+def test_any_name_of_a_folder_is_drawn_as_it_is(tmp_path: Path, name: str) -> None:
+    for folder in ("base", name):
+        make_run(tmp_path / folder, losses(steps=STEPS), settings=config(), val={})
+    baseline, *groups = open_groups([str(tmp_path / "base"), str(tmp_path / name)])
+    compared = compare(baseline, groups)
+    for figure in (loss_figure(compared), gap_figure(compared)):
+        assert png(figure).startswith(b"\x89PNG")
+        shown = name.replace("\udce9", "\\udce9")
+        label = next(text for text in figure.legends[0].get_texts() if f"{shown}: " in text.get_text())
+        assert not label.get_parse_math()
+    assert html_report(compared, {"Loss": b""}).encode()
 
 
 def test_loss_shows_both_curves_and_the_switch(comparison: Comparison) -> None:
