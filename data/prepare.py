@@ -189,10 +189,10 @@ class _Work:
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
             try:
-                return lock.open("w")
+                return lock.open("w", encoding="utf-8")
             except PermissionError:  # another user's can be held all the same
                 if os.path.exists(lock):
-                    return lock.open()
+                    return lock.open(encoding="utf-8")
                 raise
         except OSError as error:
             raise DataError(

@@ -109,7 +109,9 @@ def _ranges(numbers: list[int]) -> str:
 
 def read_metrics(path: Path) -> list[Metrics]:
     """The whole lines of a metrics file, in order."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
+    ]
 
 
 def marked_passes(path: Path) -> Passes:

@@ -240,7 +240,7 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 def _lock(path: Path) -> None:
     """Holds the folder as long as this process lives. File systems without locks are left alone."""
-    file = open(path / LOCK, "a+")  # noqa: SIM115 (held open on purpose)
+    file = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 (held open on purpose)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

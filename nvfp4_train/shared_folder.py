@@ -86,7 +86,7 @@ def _said(newest: int | None, start: str | None, digest: str | None) -> str:
 
 
 def _write(file: Path, token: str) -> None:
-    with open(file, "w") as opened:
+    with open(file, "w", encoding="utf-8") as opened:
         opened.write(token)
         opened.flush()
         os.fsync(opened.fileno())
@@ -95,7 +95,7 @@ def _write(file: Path, token: str) -> None:
 def _reads(file: Path, token: str, patience: float) -> bool:
     def found() -> bool:
         try:
-            return file.read_text() == token
+            return file.read_text(encoding="utf-8") == token
         except OSError:
             return False
 

@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
 
 def _ours(path: Path) -> bool:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and {"baseline", "runs"} <= content.keys()

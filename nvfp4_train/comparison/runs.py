@@ -111,7 +111,7 @@ def open_run(path: Path) -> Run:
     if infinite:
         reader.notes.append(f"{infinite} of {len(train)} steps have no finite training loss and are left out")
     return Run(
-        name=path.resolve().name,
+        name=_text(path.resolve().name),
         path=path,
         train=train,
         val=val,

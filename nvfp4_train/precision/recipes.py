@@ -73,7 +73,7 @@ def list_recipes(config_dir: Path = CONFIG_DIR) -> tuple[RecipeListing, ...]:
 
 def _listing(path: Path) -> RecipeListing:
     try:
-        found = yaml.safe_load(path.read_text())
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise PrecisionError(f"{path} is no YAML: {error}") from error
     fields = ("description", "source")

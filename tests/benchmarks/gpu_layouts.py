@@ -100,7 +100,7 @@ def work(results: Path, overrides: Sequence[str]) -> None:
         parallel_state.destroy_model_parallel()
         gc.collect()
         if dist.get_rank() == 0:
-            with results.open("a") as file:
+            with results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")
     dist.destroy_process_group()
 

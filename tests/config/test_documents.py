@@ -24,13 +24,13 @@ OWN = re.compile(r"\.\.\.|\bDIR\b|\bRUN\b|\bNAME\b|OPERAND|^\[")
 
 def headings(page: Path) -> set[str]:
     """Anchors of a page, as GitHub makes them."""
-    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in found}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for link in LINK.findall(page.read_text()):
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
         if link.startswith("http"):
             continue
         path, _, anchor = link.partition("#")
@@ -41,7 +41,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def commands(page: Path) -> Iterator[list[str]]:
     """Words of the commands of a page: lines of code blocks, and code within a line."""
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
     for line in [*lines, *re.findall(r"`([^`\n]+)`", text)]:
         if line.startswith(("python -m ", "torchrun ", "make ", "sbatch ")):

@@ -169,7 +169,7 @@ def test_a_start_that_comes_to_nothing_leaves_what_was_there(base: RunConfig, tm
 
 def test_a_lock_that_another_holds_is_not_taken_away(base: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    holder = open(tmp_path / "run" / ".lock", "a")  # noqa: SIM115 (held open on purpose)
+    holder = open(tmp_path / "run" / ".lock", "a", encoding="utf-8")  # noqa: SIM115 (held open on purpose)
     run_folder.fcntl.flock(holder, run_folder.fcntl.LOCK_EX)
     assert "another process" in refused(base, run_dir=str(tmp_path / "run"))
     assert (tmp_path / "run" / ".lock").exists()

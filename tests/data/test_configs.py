@@ -21,7 +21,7 @@ FILES = sorted(Path(configs.__file__).parent.glob("data/*.yaml"))
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_keys_and_types_are_those_of_the_schema(file: Path) -> None:
-    config = from_mapping(DataConfig, yaml.safe_load(file.read_text()), "data")
+    config = from_mapping(DataConfig, yaml.safe_load(file.read_text(encoding="utf-8")), "data")
     assert config.global_batch % config.micro_batch == 0
     assert 0 < config.validation_share < 1
     assert config.packing in PACKINGS

@@ -86,7 +86,7 @@ def test_empty_documents_are_skipped_and_counted(tmp_path: Path, make_config: Ma
 def test_text_that_the_tokenizer_leaves_nothing_of_is_empty(
     tmp_path: Path, make_config: MakeConfig, bpe_file: Path
 ) -> None:
-    description = json.loads(bpe_file.read_text())
+    description = json.loads(bpe_file.read_text(encoding="utf-8"))
     description["normalizer"] = {"type": "Replace", "pattern": {"String": "#"}, "content": ""}
     (tmp_path / "t.json").write_text(json.dumps(description))
     source = write_jsonl(tmp_path / "a.jsonl", ["###", *numbered(20)])

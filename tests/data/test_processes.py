@@ -19,7 +19,6 @@ import pytest
 
 import data.encoding
 import data.parts
-import data.processes
 from data.config import DataError
 from data.parts import Part
 from data.prepare import prepare
@@ -140,7 +139,7 @@ def test_processes_run_no_script_twice_and_end_with_the_one_that_started_them(tm
         children: list[str] = []
         while len(children) < 3:  # two, and the one that keeps track of what they share
             assert script.poll() is None
-            children = Path(f"/proc/{script.pid}/task/{script.pid}/children").read_text().split()
+            children = Path(f"/proc/{script.pid}/task/{script.pid}/children").read_text(encoding="utf-8").split()
         script.kill()
         rest = script.stdout.read()  # ends when nobody holds the other end
     assert "here" not in rest
@@ -185,7 +184,7 @@ def worker(tmp_path: Path, make_config: MakeConfig) -> Iterator[_Worker]:
 
 def test_a_process_never_hears_of_an_interruption_and_the_one_that_started_it_does(worker: _Worker) -> None:
     """Ctrl-C comes to all, also while they still import."""
-    status = Path(f"/proc/{worker._process.pid}/status").read_text()
+    status = Path(f"/proc/{worker._process.pid}/status").read_text(encoding="utf-8")
     blocked = next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:"))
     assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -70,7 +70,7 @@ def test_not_a_tokenizers_file(tmp_path: Path, content: str) -> None:
 
 
 def test_no_end_of_document_token(tmp_path: Path, bpe_file: Path) -> None:
-    description = json.loads(bpe_file.read_text())
+    description = json.loads(bpe_file.read_text(encoding="utf-8"))
     for token in description["added_tokens"]:
         token["special"] = token["content"] == "<|begin|>"
     path = tmp_path / "t.json"

@@ -86,7 +86,9 @@ class Started:
 
     def _ranks(self) -> list[int]:
         with suppress(OSError):
-            return sorted(map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()))
+            return sorted(
+                map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text(encoding="utf-8").split())
+            )
         return []
 
     def _strike(self) -> None:

@@ -238,7 +238,7 @@ def ranks(folder: Path) -> list[int]:
 def state(pid: int) -> str:
     """`R`, `S`, `T` (stopped) and so on; empty for a process that is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[0]

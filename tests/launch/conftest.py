@@ -52,19 +52,19 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], 
     """Look again and again until `condition` holds while the process lives."""
     deadline = time.monotonic() + 300
     while not condition():
-        assert process.poll() is None, output.read_text()
-        assert time.monotonic() < deadline, output.read_text()
+        assert process.poll() is None, output.read_text(encoding="utf-8")
+        assert time.monotonic() < deadline, output.read_text(encoding="utf-8")
         time.sleep(0.01)
 
 
 def lines_of(file: Path) -> int:
     """How many lines a file has, 0 where there is none."""
-    return len(file.read_text().splitlines()) if file.exists() else 0
+    return len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
 
 
 def children(pid: int) -> list[int]:
     """Process numbers of a process's children."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
 
 
 def free_port() -> int:

@@ -17,7 +17,7 @@ from tests.launch.conftest import ROOT
 
 @pytest.mark.parametrize("page", [README, ROOT / "nvfp4_train/README.md"])
 def test_every_exit_code_is_in_the_table_and_no_other(page: Path) -> None:
-    table = page.read_text().split("## Exit codes")[1].split("\n## ")[0]
+    table = page.read_text(encoding="utf-8").split("## Exit codes")[1].split("\n## ")[0]
     found = {int(code): name for code, name in re.findall(r"^\| (\d+) \| ([\w -]+) \|", table, re.MULTILINE)}
     names = {code.value: code.name.lower().replace("_", "-") for code in ExitCode}
     assert {code: name.replace(" error", "") for code, name in found.items()} == names

@@ -39,7 +39,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
 
 def test_resume_cuts_later_lines_and_a_torn_one(tmp_path: Path) -> None:
     file = write_steps(tmp_path / "m", range(1, 8))
-    with open(tmp_path / "m", "a") as stream:
+    with open(tmp_path / "m", "a", encoding="utf-8") as stream:
         stream.write('{"step": 8, "tok')
     assert file.cut_after(5) is None
     file.write({"step": 6, "again": True})

@@ -68,7 +68,7 @@ class _Heuristic(ctypes.Structure):
 @cache
 def _library() -> ctypes.CDLL:
     """The cuBLASLt that PyTorch itself has loaded, so that there is one version in the process."""
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
         paths = sorted({line.split()[-1] for line in maps if "libcublasLt.so" in line})
     assert paths, "PyTorch has not loaded libcublasLt; run a matrix product on the GPU first"
     return ctypes.CDLL(paths[0])
