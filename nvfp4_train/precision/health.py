@@ -3,7 +3,7 @@
     flushed       share of the non-zero values that became zero
     saturated     share of the values that are beyond the largest that their block's scale can hold and were cut to it
     sqnr_db       signal to quantization noise, 10 log10(sum x^2 / sum (q - x)^2); nearest NVFP4 of Gaussians: 20
-    bias          mean(q - x) / mean |x|
+    bias          mean(sign(x) (q - x)) / mean |x|: below 0 where magnitudes shrink, whatever the signs of x
     scale_spread  log2(largest / smallest non-zero block scale) of the blocks that hold anything but zeros
     amax          largest magnitude of what was quantized (the rotated copy where it is rotated)
 
@@ -100,7 +100,7 @@ def statistics(x: Tensor, spec: QuantSpec, values: Values, axis: int, sign_key: 
     saturated = ((magnitude > limit * (1 + 1e-6)) & (rounded != 0)).float().mean()
     signal, error = exact.square().sum(), noise.square().sum()
     sqnr = torch.where(error == 0, _LARGEST_DB, 10 * (signal / error).log10()).clamp(max=_LARGEST_DB)
-    bias = noise.sum() / magnitude.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    bias = (noise * exact.sign()).sum() / magnitude.sum().clamp(min=torch.finfo(torch.float32).tiny)
     return torch.stack([flushed, saturated, sqnr, bias, spread, values.amax.amax()])
 
 

@@ -61,7 +61,7 @@ def test_operands_that_were_last_sampled_at_other_steps(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    "bad", [{"flushed": 0.22}, {"sqnr_db": 12.0}, {"bias": -0.02}], ids=lambda bad: next(iter(bad))
+    "bad", [{"flushed": 0.22}, {"sqnr_db": 12.0}, {"bias": -0.03}], ids=lambda bad: next(iter(bad))
 )
 def test_each_statistic_counts_and_a_lone_linear_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: dict[str, float]

@@ -33,6 +33,20 @@ def _measure(x: Tensor, spec: QuantSpec, axis: int = 1) -> dict[str, float]:
     return dict(zip(STATISTICS, statistics(x, spec, values, axis, sign_key=4).tolist(), strict=True))
 
 
+def test_bias_sees_what_shrinks_under_both_signs() -> None:
+    """A block of one 6 and fifteen .2 of either sign, which nearest rounding flushes: 3 of 9 are gone, not none."""
+    x = torch.full((64, 256), 0.2)
+    x[:, ::16] = 6.0
+    x *= torch.tensor([1.0, -1.0]).repeat(8)[torch.randperm(16, generator=torch.Generator().manual_seed(0))].repeat(16)
+    assert abs(float(x[:, x[0].abs() < 1].mean())) < 0.02
+    found = _measure(x, QuantSpec("nvfp4"))
+    assert found["flushed"] == pytest.approx(15 / 16)
+    assert found["bias"] == pytest.approx(-1 / 3, abs=1e-6)
+    found = _measure(x, QuantSpec("nvfp4", rounding="stochastic"))
+    assert found["flushed"] == pytest.approx(0.6 * 15 / 16, abs=0.01)
+    assert abs(found["bias"]) < 0.01
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_statistics_follow_their_definitions(spec: QuantSpec, axis: int) -> None:
@@ -47,7 +61,7 @@ def test_statistics_follow_their_definitions(spec: QuantSpec, axis: int) -> None
     assert found["flushed"] == pytest.approx(float((nonzero & (rounded == 0)).sum() / nonzero.sum()))
     noise = rounded - exact
     assert found["sqnr_db"] == pytest.approx(10 * math.log10(exact.square().sum() / noise.square().sum()), abs=1e-3)
-    assert found["bias"] == pytest.approx(float(noise.mean() / exact.abs().mean()), abs=1e-5)
+    assert found["bias"] == pytest.approx(float((noise * exact.sign()).mean() / exact.abs().mean()), abs=1e-5)
     assert found["amax"] == pytest.approx(float(exact.abs().max()))
     if values.block_scale is None:
         assert found["scale_spread"] == 0
