@@ -59,13 +59,16 @@ class _Trailing:
 
     def __init__(self, baseline: Curve) -> None:
         self._baseline = baseline.finite()
+        self._left_out = frozenset(baseline.tokens[~np.isfinite(baseline.losses)].tolist())
         self._tokens: list[int] = []
         self._sums: list[tuple[float, float]] = [(0.0, 0.0)]  # of the baseline's and the run's losses before each point
 
     def update(self, tokens: int, loss: float | None) -> float | None:
         """The gap in percent with this loss in it; None where either run has no finite loss here."""
         known = self._baseline.tokens
-        if loss is None or not np.isfinite(loss) or not len(known) or not known[0] <= tokens <= known[-1]:
+        if loss is None or not np.isfinite(loss) or tokens in self._left_out:
+            return None
+        if not len(known) or not known[0] <= tokens <= known[-1]:
             return None
         base = float(np.interp(tokens, known, self._baseline.losses))
         self._tokens.append(tokens)

@@ -44,6 +44,17 @@ def test_the_last_value_is_what_the_comparison_says(tmp_path: Path, baseline: Pa
     assert [step for step, one in enumerate(found, 1) if "gap/val" in one] == list(VAL)
 
 
+def test_a_step_that_the_baseline_skipped_is_left_out(tmp_path: Path, run_losses: list[float]) -> None:
+    skipped = losses(steps=STEPS)
+    skipped[[280, 290]] = np.nan
+    baseline = make_run(tmp_path / "base", skipped)
+    found = follow(LiveGap(baseline), run_losses)
+    run = open_run(make_run(tmp_path / "run", np.array(run_losses)))
+    expected = window_gap(align(open_run(baseline).train, run.train)).value
+    assert found[-1]["gap/train"] == pytest.approx(expected, rel=1e-9)
+    assert [step for step, one in enumerate(found) if "gap/train" not in one] == [280, 290]
+
+
 def test_a_resumed_run_goes_on_as_if_never_interrupted(tmp_path: Path, baseline: Path, run_losses: list[float]) -> None:
     whole = follow(LiveGap(baseline), run_losses)
     val = {step: 3.06 for step in VAL if step <= 170}
