@@ -89,6 +89,8 @@ def _where(nodes: int, rank: int | None, head: str | None) -> tuple[int, str, in
     """Rank of this node, and host and port of node 0. One node alone takes any free port of its own."""
     if nodes == 1 and head is None and rank in (None, 0):
         return 0, "localhost", 0
+    if nodes == 1 and None in (rank, head):
+        raise ConfigError("--node-rank and --head are for several nodes. Give --nodes N too, or leave them out.")
     if rank is None or head is None:
         raise ConfigError(
             f"--nodes {nodes} needs --node-rank and --head on every node: its own rank from 0 to {nodes - 1}, and the "

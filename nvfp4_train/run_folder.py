@@ -120,6 +120,8 @@ class RunFolder:
     def announcement(self) -> str:
         """The text to print at start: what was decided, and what differs."""
         origin = {"fresh": "a new run", "resume": "continues", "branch": "a branch"}[self.decision]
+        if self.decision != "resume" and self.metrics.is_file() and self.metrics.stat().st_size:
+            origin += ", once more, for it has no checkpoint: the steps in its metrics.jsonl are trained again"
         start = "" if self.checkpoint is None else f" from step {self.step} of {self.checkpoint}"
         return "\n".join([f"run folder {self.path}: {origin}{start}", *self.notes])
 

@@ -112,8 +112,14 @@ def test_a_run_that_came_to_no_step_may_be_mended(base: RunConfig, tmp_path: Pat
 def test_steps_without_a_checkpoint_begin_again(base: RunConfig, tmp_path: Path) -> None:
     run = tmp_path / "run"
     start(base, run_dir=str(run))
+    assert start(base, run_dir=str(run)).announcement() == f"run folder {run}: a new run"
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert start(base, run_dir=str(run)).decision == "fresh"
+    again = start(base, run_dir=str(run))
+    assert again.decision == "fresh"
+    assert again.announcement() == (
+        f"run folder {run}: a new run, once more, for it has no checkpoint: the steps in its metrics.jsonl are trained "
+        "again"
+    )
     assert "seed" in refused(base, run_dir=str(run), seed=9)
 
 

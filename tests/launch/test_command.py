@@ -38,6 +38,8 @@ def test_many_nodes(head: str, host: str, port: int) -> None:
         (["--nodes", "4", "--node-rank", "4", "--head", "a01"], "--node-rank 4: with --nodes 4 ranks go from 0 to 3"),
         (["--nodes", "4", "--node-rank", "1", "--head", "a01:x"], "--head a01:x: write HOST or HOST:PORT"),
         (["--nodes", "4", "--node-rank", "1", "--head", "a01:70000"], "with a port from 1 to 65535"),
+        (["--head", "a01"], "--node-rank and --head are for several nodes. Give --nodes N too"),
+        (["--node-rank", "1"], "--node-rank and --head are for several nodes. Give --nodes N too"),
         (["--nodes", "0"], "--nodes 0: must be 1 or more"),
         (["--restarts", "-1"], "--restarts -1: must be 0 or more"),
         (["--max-restarts", "3"], "unrecognized arguments: --max-restarts"),
