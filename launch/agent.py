@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -57,14 +57,19 @@ class NodeAgent(LocalElasticAgent):
         )
         super().__init__(spec, DefaultLogsSpecs(log_dir=logs))
         self._calls, self._restarts = calls, restarts
-        self._asked = False
+        self._asked = self._starting = False
+        self._early: int | None = None
         self._done_since: float | None = None
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # torch's own handlers: these are ours
         for number in STOP_SIGNALS:
             signal.signal(number, self._ask_to_stop)
 
     def _ask_to_stop(self, number: int, _frame: FrameType | None) -> None:
         """Each signal is one for the processes: the first lets them save, the second leaves at once."""
         self._asked, self._remaining_restarts = True, 0
+        if self._starting:  # not all are there to be asked
+            self._early = number
+            return
         if self._worker_group.state != WorkerState.HEALTHY or self._pcontext is None:
             raise KeyboardInterrupt
         _say(f"{signal.Signals(number).name}: asking the processes of this node to save and leave")
@@ -77,23 +82,45 @@ class NodeAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._asked:
             raise KeyboardInterrupt
+        self._starting = True
         # Slurm may send its signal to every process of the step: it is this one's alone.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
             started = super()._start_workers(worker_group)
             assert self._pcontext is not None
-            self._pcontext.close = partial(self._pcontext.close, timeout=PATIENCE)  # type: ignore[method-assign]
+            self._pcontext.close = partial(self._close, self._pcontext.close)  # type: ignore[method-assign]
+            worker_group.state = WorkerState.HEALTHY  # as torch says next: from here on a signal is for them
         finally:
-            for number in STOP_SIGNALS:  # torch has put in its own
-                signal.signal(number, self._ask_to_stop)
+            self._starting = False
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+        if self._early is not None:
+            self._ask_to_stop(self._early, None)
         return started
+
+    def _close(self, close: Callable[..., None], death_sig: signal.Signals = signal.SIGTERM) -> None:
+        """Ends this node's processes. Those that were asked to leave are on their way: they do not hear it once more,
+        which would have them leave at once.
+        """
+        deadline = time.monotonic() + PATIENCE * self._asked
+        while self._alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        close(death_sig, timeout=PATIENCE)
+
+    def _alive(self) -> bool:
+        """Whether a process of this node is still there."""
+        return any(handler.proc.poll() is None for handler in self._handlers())
+
+    def _handlers(self) -> Iterable[Any]:
+        assert isinstance(self._pcontext, SubprocessContext)
+        return self._pcontext.subprocess_handlers.values()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             self._failed(result.failures)
         elif result.state == WorkerState.HEALTHY and (gone := self._calls.ended()) is not None:
+            assert self._pcontext is not None
+            self._pcontext.close()  # what they still have to say comes before the reason
             _say(str(gone))
             self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED)
@@ -105,8 +132,8 @@ class NodeAgent(LocalElasticAgent):
 
     def _end_the_last(self) -> None:
         """Ends processes of this node that are still there LAST seconds after one, here or elsewhere, was done."""
-        assert isinstance(self._pcontext, SubprocessContext)
-        if any(handler.proc.poll() == 0 for handler in self._pcontext.subprocess_handlers.values()):
+        assert self._pcontext is not None
+        if any(handler.proc.poll() == 0 for handler in self._handlers()):
             self._calls.finished()
         if not self._calls.is_finished():
             self._done_since = None
@@ -120,6 +147,8 @@ class NodeAgent(LocalElasticAgent):
         """Says what happened and what follows, and ends the run for all nodes where nothing follows."""
         rank, failure = decisive(failures)
         code = code_of(failure)
+        if self._asked and code == -signal.SIGTERM:  # it was asked before it could listen
+            code = ExitCode.INTERRUPTED
         happened = f"rank {rank} on {socket.gethostname()} {described(failure)}"
         if code in FINAL or self._remaining_restarts == 0:
             self._remaining_restarts = 0
