@@ -23,8 +23,32 @@ OUT_OF_TIME = (
 )
 
 
-def job(folder: Path, *arguments: str, code: int = 0, signal: str = "", where: Path = ROOT) -> tuple[int, list[str]]:
+# Sourced by the batch script: a signal to it just before one of its commands, once srun listens.
+STRUCK = """[[ $0 == */slurm.sbatch ]] || return
+struck() {{
+    [[ -z "${{strikes:-}}" && "$BASH_COMMAND" == {command} ]] || return 0
+    strikes=1
+    until [ -e "$SLURM_STAND_IN/listens" ]; do sleep 0.01; done
+    kill -{name} $$
+    for ((waits = 0; waits < 50; waits++)); do [ -e "$SLURM_STAND_IN/heard" ] || sleep 0.01; done
+}}
+trap struck DEBUG
+"""
+COUNTING = """
+heard=0
+trap 'heard=$((heard + 1)); echo $heard >"$SLURM_STAND_IN/heard"' USR1
+touch "$SLURM_STAND_IN/listens"
+for ((waits = 0; waits < 3000 && heard == 0; waits++)); do sleep 0.01; done
+sleep 0.5
+exit {code}
+"""
+
+
+def job(
+    folder: Path, *arguments: str, code: int = 0, signal: str = "", struck: str = "", where: Path = ROOT
+) -> tuple[int, list[str]]:
     """Exit code of the job and the arguments that `launch.run` got."""
+    (folder / "struck").write_text(struck)
     (folder / "srun").write_text(SRUN.format(code=code, signal=signal))
     (folder / "srun").chmod(0o755)
     variables = {
@@ -34,6 +58,7 @@ def job(folder: Path, *arguments: str, code: int = 0, signal: str = "", where: P
         "SLURM_JOB_NUM_NODES": "3",
         "SLURM_JOB_NODELIST": "a01,a02,a03",
         "SLURM_SUBMIT_DIR": str(where),
+        "BASH_ENV": str(folder / "struck"),
     }
     script = ["bash", str(ROOT / "launch/slurm.sbatch"), *arguments]
     done = subprocess.run(script, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
@@ -74,6 +99,15 @@ def test_out_of_time_and_saved_goes_back_into_the_queue(tmp_path: Path) -> None:
 def test_nothing_else_does(code: int, signal: str, tmp_path: Path) -> None:
     assert job(tmp_path, code=code, signal=signal)[0] == code
     assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize("name", ["USR1", "TERM"])
+@pytest.mark.parametrize("command", ["'step=$!'", "'[ -n '*"], ids=["before there is a step", "just afterwards"])
+def test_a_signal_around_the_start_of_the_step_is_handed_on_once(command: str, name: str, tmp_path: Path) -> None:
+    struck = STRUCK.format(command=command, name=name)
+    assert job(tmp_path, code=75, signal=COUNTING.format(code=75), struck=struck)[0] == 75
+    assert (tmp_path / "heard").read_text() == "1\n"
+    assert (tmp_path / "requeued").exists() == (name == "USR1")
 
 
 def test_from_another_folder_it_says_where_to_call_it(tmp_path: Path) -> None:
