@@ -231,17 +231,27 @@ def _multirun(arguments: Arguments) -> int:
 
 def _run_child(command: list[str]) -> int:
     """Runs a process to its end; a signal that asks this one to stop is the child's to obey."""
-    child = subprocess.Popen(command)
+    child: subprocess.Popen[bytes] | None = None
+    early, told = list[int](), list[int]()
 
     def forward(number: int, frame: FrameType | None) -> None:
-        child.send_signal(number)
+        told.append(number)
+        if child is None:
+            early.append(number)
+        else:
+            child.send_signal(number)
 
     # A terminal sends Ctrl-C to both processes: the child alone answers it.
     handlers: dict[int, Any] = {signal.SIGINT: lambda number, frame: None, signal.SIGTERM: forward}
     former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
+        child = subprocess.Popen(command)
+        for number in early:
+            child.send_signal(number)
         code = child.wait()
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+    if -code in told:  # it could not listen yet
+        return ExitCode.INTERRUPTED
     return code if code >= 0 else 128 - code

@@ -235,10 +235,10 @@ def test_multirun_runs_real_processes_and_reports_each(capsys: pytest.CaptureFix
     assert "run 2 of 2: exit code 2" in err
 
 
-def test_a_child_gets_the_signal_and_its_code_is_handed_on(tmp_path: Path) -> None:
+def test_a_child_gets_the_signal_and_its_code_is_handed_on() -> None:
     child = (
         "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nprint(1, flush=True)\n"
-        "time.sleep(30)"
+        "time.sleep(600)"
     )
     parent = (
         f"import sys; from nvfp4_train.cli import _run_child; sys.exit(_run_child([sys.executable, '-c', {child!r}]))"
@@ -247,5 +247,17 @@ def test_a_child_gets_the_signal_and_its_code_is_handed_on(tmp_path: Path) -> No
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 75
+    assert process.wait(120) == ExitCode.INTERRUPTED
     process.stdout.close()
+
+
+def test_a_signal_at_the_moment_a_child_is_started_reaches_it() -> None:
+    """Which may not have come as far as to listen."""
+    parent = (
+        "import os, signal, subprocess, sys\nfrom nvfp4_train.cli import _run_child\n"
+        "class Struck(subprocess.Popen):\n    def __init__(self, *arguments):\n        super().__init__(*arguments)\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "subprocess.Popen = Struck\nsys.exit(_run_child([sys.executable, '-c', 'import time; time.sleep(600)']))"
+    )
+    done = subprocess.run([sys.executable, "-c", parent], timeout=120)
+    assert done.returncode == ExitCode.INTERRUPTED
