@@ -163,7 +163,8 @@ class Watch:
 
     def report(self, error: BaseException) -> None:
         """This rank fails with `error`, which is the cause for all others, unless it is itself a consequence."""
-        self._unwinding = True
+        with self._lock:  # not while the thread says it for this rank
+            self._unwinding = True
         if not lost_contact(error) and not isinstance(error, PeerEnded) and self.cause is None:
             cause = Cause(self.rank, self._host, code_of(error), happened(error))
             if self.rank == 0:
@@ -296,17 +297,18 @@ class Watch:
 
     def _leave_if_caused(self, now: float) -> None:
         """Ends this process where its main thread is held fast."""
-        cause = self.cause
-        if cause is None or now - self._since < (UNWIND if self._unwinding else GRACE):
-            return
-        if not self._unwinding:
-            ended = self._peer_ended(cause)
-            tell(f"{where()}{ended}")
-            if ended.found_here:
-                leave_reason(str(ended), cause.code)
-        with suppress(Exception):
-            sys.stdout.flush()
-        os._exit(cause.code)
+        with self._lock:  # for good: a main thread that is let go now does not say it once more
+            cause = self.cause
+            if cause is None or now - self._since < (UNWIND if self._unwinding else GRACE):
+                return
+            if not self._unwinding:
+                ended = self._peer_ended(cause)
+                tell(f"{where()}{ended}")
+                if ended.found_here:
+                    leave_reason(str(ended), cause.code)
+            with suppress(Exception):
+                sys.stdout.flush()
+            os._exit(cause.code)
 
     def _ended(self, cause: Cause) -> Exception:
         """What this rank ends with for `cause`, which is its own where it was started otherwise than the others."""
@@ -343,8 +345,7 @@ def _line(connection: socket.socket) -> str:
     """The next line, and no byte more; ValueError where it ends without one."""
     line = b""
     while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte:
+        if not (byte := connection.recv(1)):
             raise ValueError("closed")
         line += byte
     return line.decode().strip()

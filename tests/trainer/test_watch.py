@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,21 +14,25 @@ from nvfp4_train import phase, watch
 from nvfp4_train.config import ConfigError
 from nvfp4_train.distributed import _connect
 from nvfp4_train.exits import ExitCode, PeerEnded
-from nvfp4_train.watch import Watch, lost_contact
+from nvfp4_train.watch import Cause, Watch, lost_contact
 
 SETTINGS = {"config": {"optimizer": {"lr": 0.1}}, "code": "abc"}
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
 
 
 @pytest.fixture(autouse=True)
-def at_the_start() -> None:
+def at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And however slow a test is, nobody ends its process."""
     phase.enter(phase.START)
+    monkeypatch.setattr(watch, "UNWIND", 600.0)
 
 
 @contextmanager
 def ranks(*others: dict[str, object]) -> Iterator[list[Watch]]:
     """Rank 0, and rank 1 where its settings are given."""
     members = [Watch(0, 2, 5.0, SETTINGS), *(Watch(1, 2, 5.0, settings) for settings in others)]
+    for member in members:
+        member.timeout = 600.0
     yield members
     for member in members:
         member.finish()
@@ -92,6 +97,8 @@ def test_other_settings_are_named_on_both_sides() -> None:
     other = {"config": {"optimizer": {"lr": 0.2}}, "code": "abc"}
     said = "was started with another value of config.optimizer.lr (0.2 there, 0.1 on rank 0) than rank 0: "
     with ranks(other) as members:
+        for member in members:
+            member._unwinding = True
         waits, refused = started(members)
         told = members[1].explain(KeyboardInterrupt())  # by the launcher, because rank 0 was first to leave
         assert isinstance(told, ConfigError)
@@ -118,7 +125,7 @@ def test_a_lost_rank_is_the_cause_of_a_broken_collective(lost: int) -> None:
     """Its connection closes without a word."""
     with ranks(SETTINGS) as members:
         assert started(members) == [None, None]
-        members[1 - lost]._unwinding = True  # its main thread is about to say so
+        members[1 - lost]._unwinding = True  # its main thread is about to say so, and leaves by itself
         members[lost].finish()
         explained = members[1 - lost].explain(LOST)
     assert isinstance(explained, PeerEnded)
@@ -140,6 +147,25 @@ def test_the_first_error_is_everyones_cause(fails: int) -> None:
     assert f"waited for rank {fails} on " in str(explained)
     assert str(explained).endswith("which failed in data of step 3: ValueError: boom")
     assert str(second) == str(explained)
+
+
+def test_a_rank_whose_main_thread_is_let_go_just_then_says_why_it_leaves_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    member, said, left = Watch(1, 2, 5.0, SETTINGS), list[str](), list[int]()
+    member.cause = Cause(0, "a01", ExitCode.INTERNAL, "failed")
+    main = threading.Thread(target=member.report, args=[LOST], daemon=True)
+
+    def say(text: str) -> None:
+        said.append(text)
+        main.start()
+        main.join(0.2)
+        assert main.is_alive()  # it goes on when this process has ended
+
+    monkeypatch.setattr(watch, "tell", say)
+    monkeypatch.setattr(watch.os, "_exit", left.append)
+    member._leave_if_caused(watch.GRACE + 1)
+    main.join()
+    assert said == ["waited for rank 0 on a01, which failed"]
+    assert left == [ExitCode.INTERNAL]
 
 
 @pytest.mark.parametrize(("of_this_node", "says"), [(2, False), (1, True)])
