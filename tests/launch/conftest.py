@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,9 @@ def children(pid: int) -> list[int]:
 
 
 def free_port() -> int:
-    """A port that nobody has."""
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
+    """A port that nobody has, nor is given meanwhile: none of those that the system hands out by itself."""
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(1024, max(given, 2048))
+        with suppress(OSError), socket.create_server(("", port)):
+            return port

@@ -11,6 +11,7 @@ from torch.distributed import HashStore, Store
 
 from launch.roll_call import NodeGone, Place, RollCall, open_store
 from nvfp4_train.config import ConfigError
+from tests.launch.conftest import free_port
 
 PLACE = Place(rank=0, nodes=3, host="localhost", port=29500, wait=30.0)
 
@@ -124,8 +125,7 @@ def test_a_port_in_use_is_said_clearly() -> None:
 
 
 def test_node_0_that_never_answers() -> None:
-    with socket.create_server(("", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with pytest.raises(ConfigError, match=rf"node 0 did not answer at localhost:{port} within 0.1 s"):
         open_store(replace(PLACE, rank=1, port=port, wait=0.1))
 
