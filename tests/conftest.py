@@ -9,6 +9,11 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's fused losses wou
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# The same examples in every run, and no limit of time for one: what fails, fails for everybody.
+settings.register_profile("suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

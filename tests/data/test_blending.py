@@ -39,7 +39,7 @@ def test_a_source_keeps_to_its_share_at_any_sample(weights: list[float]) -> None
     assert strays(weights, 3000) < 1.5
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9).filter(any))
 def test_counts_and_places_agree_for_any_weights(weights: list[int]) -> None:
     assert strays([float(w) for w in weights], 200) < 1 + len(weights) / 2

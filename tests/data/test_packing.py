@@ -33,7 +33,7 @@ def one_by_one(sizes: list[int], length: int) -> list[int]:
     return sorted(length - room for room in rooms)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=60), length=st.integers(20, 40))
 def test_best_fit_is_that_of_the_textbook(sizes: list[int], length: int) -> None:
     rows = best_fit(np.array(sizes), length)
@@ -41,7 +41,7 @@ def test_best_fit_is_that_of_the_textbook(sizes: list[int], length: int) -> None
     assert sorted(filled) == one_by_one(sizes, length)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tokens=st.lists(st.integers(2, 70), min_size=1, max_size=40), length=st.integers(2, 30), seed=st.integers(0, 9))
 def test_every_place_of_every_document_is_in_one_row(tokens: list[int], length: int, seed: int) -> None:
     packed = pack(np.array(tokens, dtype=np.int32), length, seed)

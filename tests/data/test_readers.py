@@ -99,7 +99,7 @@ JUNK = (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lines=st.lists(st.one_of(GOOD, JUNK), min_size=1, max_size=8))
 def test_no_good_line_is_lost_among_junk(
     tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[str | None, bytes]]
@@ -152,7 +152,7 @@ def test_large_file_among_others_is_cut(tmp_path: Path) -> None:
     assert all(65_536 <= size < 65_536 + 9 for size in sizes[:-2])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text("ab \n", max_size=80), limit=st.integers(1, 20))
 def test_cut_loses_nothing_and_counts_lines(text: str, limit: int) -> None:
     pieces = list(cut(text.splitlines(keepends=True), limit))
