@@ -116,7 +116,7 @@ def kill_in_the_third_part(config: DataConfig) -> None:
 def test_killed_it_goes_on_with_the_files_that_are_left(many: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     job = multiprocessing.get_context("fork").Process(target=kill_in_the_third_part, args=(many,))
     job.start()
-    job.join(20)
+    job.join(120)
     assert job.exitcode == -signal.SIGKILL
     built: list[str] = []
 

@@ -1,4 +1,4 @@
-"""No token lost, nothing half-made ever read, one builder, and each mistake named with its place."""
+"""No token lost, nothing half-made ever read, and each mistake named with its place."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import dataclasses
 import fcntl
 import json
 import math
-import multiprocessing
-import os
-import signal
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,15 +17,11 @@ import pytest
 
 import data.parts
 import data.prepare
-import data.progress
-from data.config import DataConfig, DataError
+from data.config import DataError
 from data.corpus import Corpus
 from data.prepare import prepare
-from data.readers import AnyDocument, read_documents
 from data.splitting import position
 from tests.data.conftest import MakeConfig, numbered, write_jsonl
-
-FORK = multiprocessing.get_context("fork")
 
 
 def silent(line: str) -> None:
@@ -251,85 +242,7 @@ def test_binaries_of_another_vocabulary_are_refused(
         prepare(make_config(made.path / "train.idx"), say=silent)
 
 
-# One builder, whole or nothing
-
-
-def slowly(reached: Event, pause: float) -> None:
-    """Makes every reader wait after its first document, in this process and its forks."""
-
-    def read(*arguments: Any) -> Iterator[AnyDocument]:
-        for document in read_documents(*arguments):
-            yield document
-            if not reached.is_set():
-                reached.set()
-                time.sleep(pause)
-
-    data.parts.read_documents = read  # type: ignore[assignment]
-
-
-def build(config: DataConfig, reached: Event, pause: float, lines: multiprocessing.SimpleQueue[list[str]]) -> None:
-    slowly(reached, pause)
-    heard: list[str] = []
-    prepare(config, say=heard.append)
-    lines.put(heard)
-
-
-def test_eight_at_once_build_once(tmp_path: Path, make_config: MakeConfig) -> None:
-    config = make_config(write_jsonl(tmp_path / "a.jsonl", numbered(30)))
-    reached, lines = FORK.Event(), FORK.SimpleQueue()
-    jobs = [FORK.Process(target=build, args=(config, reached, 0.5, lines)) for _ in range(8)]
-    jobs[0].start()
-    assert reached.wait(20)
-    for job in jobs[1:]:
-        job.start()
-    for job in jobs:
-        job.join(40)
-        assert job.exitcode == 0
-    heard = sorted([lines.get() for _ in jobs], key=lambda one: "reusing" in one[-1])
-    assert heard[0][0].startswith("data: preparing a (1 file, ")
-    for other in heard[1:]:
-        assert "data: reusing " in other[-1]
-        assert "another process is preparing" in other[0] or len(other) == 1
-    assert len([p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]) == 1
-
-
-def test_a_slow_one_is_waited_for_and_both_say_what_for(
-    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However slow its disk is: the lock is its own until it ends."""
-    monkeypatch.setattr(data.progress, "SECONDS_BETWEEN_LINES", 0.3)
-    config = make_config(write_jsonl(tmp_path / "a.jsonl", numbered(30)))
-    reached, lines = FORK.Event(), FORK.SimpleQueue()
-    job = FORK.Process(target=build, args=(config, reached, 2.0, lines))
-    job.start()
-    assert reached.wait(20)
-    heard: list[str] = []
-    corpus = prepare(config, say=heard.append)
-    job.join(20)
-    assert job.exitcode == 0
-    assert heard[0].startswith("data: another process is preparing a-")
-    assert len([line for line in heard[1:-1] if line.endswith(" s so far; 0 of 1 parts are there")]) >= 3
-    assert heard[-1].startswith(f"data: reusing {corpus.name}")
-    slow = lines.get()
-    assert slow[0].startswith("data: preparing a ")
-    assert len([line for line in slow if "no text yet: files are hashed and checked first" in line]) >= 3
-
-
-def test_killed_while_building_leaves_nothing_that_is_read(tmp_path: Path, make_config: MakeConfig) -> None:
-    config = make_config(write_jsonl(tmp_path / "a.jsonl", numbered(30)))
-    reached = FORK.Event()
-    job = FORK.Process(target=build, args=(config, reached, 60, FORK.SimpleQueue()))
-    job.start()
-    assert reached.wait(20)
-    assert job.pid is not None
-    os.kill(job.pid, signal.SIGKILL)
-    job.join(20)
-    left = [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]
-    assert [p.name[0] for p in left] == ["."]
-    assert not (left[0] / "manifest.json").exists()
-    corpus = prepare(config, say=silent)
-    assert corpus.train.documents + corpus.validation.documents == 30
-    assert [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()] == [corpus.path]
+# Whole or nothing
 
 
 def test_a_full_disk_leaves_nothing_that_is_read_and_what_is_whole_is_kept(

@@ -11,7 +11,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -198,13 +198,14 @@ def test_a_process_is_stopped_while_it_is_being_asked(worker: _Worker) -> None:
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(2) as threads:
         answer = threads.submit(worker.ask, ["x" * (1 << 24)], lambda count: None)
-        time.sleep(0.2)
+        while not worker._sending.locked():  # until it has begun, which it can't end: the pipe is full before
+            time.sleep(0.01)
         told = threads.submit(worker.stop)
-        time.sleep(0.2)
+        assert not wait([told], 0.2).done
         os.kill(pid, signal.SIGCONT)
-        assert answer.result(20).ids.size == 1 << 24
-        told.result(20)
-    worker._process.join(20)
+        assert answer.result(120).ids.size == 1 << 24
+        told.result(120)
+    worker._process.join(120)
     assert worker._process.exitcode == 0
 
 
