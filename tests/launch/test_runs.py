@@ -17,11 +17,39 @@ import pytest
 from nvfp4_train.checkpoints.files import LATEST
 from nvfp4_train.exits import ExitCode
 from nvfp4_train.run_records import load_config
-from tests.launch.conftest import ROOT, STEPS, Overrides, children, free_port, launcher, lines_of, start, wait_until
+from tests.launch.conftest import ROOT, STEPS, Overrides, free_port, launcher, lines_of, start, wait_until
 from tests.trainer.test_resume import assert_same_run
 
 pytestmark = pytest.mark.slow
 STAND_INS = Path(__file__).parent / "stand_ins"
+ENTERING = """
+import os, time
+if "RANK" in os.environ:
+    from nvfp4_train import phase
+    real = phase.enter
+    def enter(name):
+        real(name)
+{act}
+    phase.enter = enter
+"""
+# Once, in a step after a checkpoint is there.
+KILLED = """
+        if name.startswith("forward") and os.path.exists({latest!r}) and not os.path.exists({struck!r}):
+            open({struck!r}, "w").close()
+            os.kill(os.getpid(), 9)
+"""
+HELD = """
+        while name == "data of step 5" and not os.path.exists({free!r}):
+            time.sleep(0.01)
+"""
+
+
+def entering(folder: Path, act: str, **names: Path) -> dict[str, str]:
+    """The variable that has a run's processes act when they enter a phase; `names` are those of files in `act`."""
+    folder.mkdir()
+    text = ENTERING.format(act=act.format(**{name: str(path) for name, path in names.items()}))
+    (folder / "sitecustomize.py").write_text(text)
+    return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +78,11 @@ def test_a_killed_process_is_started_again_and_goes_on(
     """On two nodes: the one whose process was killed calls, the other one joins."""
     run, outputs = tmp_path / "run", [tmp_path / "0", tmp_path / "1"]
     where = ["--nodes", "2", "--head", f"localhost:{free_port()}", "--processes", "1", "--restarts", "2"]
+    killed = entering(tmp_path / "1 is", KILLED, latest=run / "checkpoints" / LATEST, struck=tmp_path / "struck")
     nodes = [
-        start(launcher(*where, "--node-rank", str(rank), "--", *overrides(run)), output)
-        for rank, output in enumerate(outputs)
+        start(launcher(*where, "--node-rank", str(rank), "--", *overrides(run)), output, **variables)
+        for rank, (output, variables) in enumerate(zip(outputs, ({}, killed), strict=True))
     ]
-    wait_until(lambda: (run / "checkpoints" / LATEST).exists(), nodes[0], outputs[0])
-    os.kill(children(nodes[1].pid)[0], signal.SIGKILL)
     for process, output in zip(nodes, outputs, strict=True):
         assert process.wait(timeout=600) == ExitCode.DONE, output.read_text()
     said = outputs[1].read_text()
@@ -71,10 +98,13 @@ def test_slurm_signals_saves_requeues_and_resumes(
 ) -> None:
     run, output = tmp_path / "run", tmp_path / "job.out"
     variables = {"PATH": f"{STAND_INS}:{os.environ['PATH']}", "SLURM_STAND_IN": str(tmp_path)}
+    variables |= entering(tmp_path / "held", HELD, free=tmp_path / "free")
     script = ["launch/slurm.sbatch", "--processes", "1", "--", *overrides(run)]
     process = start(["sbatch", *script], tmp_path / "sbatch.out", **variables)
-    wait_until(lambda: lines_of(run / "metrics.jsonl") >= 3, process, output)
+    wait_until(lambda: lines_of(run / "metrics.jsonl") == 4, process, output)
     os.kill(int((tmp_path / "batch").read_text()), signal.SIGUSR1)
+    wait_until(lambda: output.read_text().count("SIGTERM: finishing this step") == 2, process, output)
+    (tmp_path / "free").touch()
     assert process.wait(timeout=600) == ExitCode.DONE, output.read_text()
 
     said = output.read_text()
@@ -83,10 +113,9 @@ def test_slurm_signals_saves_requeues_and_resumes(
     assert first < said.index("saved before the time limit; the job goes back into the queue") < second
     assert said.count("USR1: asking the processes of this node to save and leave") == 2
     assert "again: leaving at once" not in said
-    step = json.loads((run / "environment.json").read_text())["starts"][1]["step"]
-    assert f"interrupted after step {step}, which is saved" in said
-    assert f"continues from step {step}" in said[second:]
-    assert_equal_to(whole, run, [("fresh", 0), ("resume", step)])
+    assert "interrupted after step 5, which is saved" in said
+    assert "continues from step 5" in said[second:]
+    assert_equal_to(whole, run, [("fresh", 0), ("resume", 5)])
     assert [path.name for path in tmp_path.iterdir() if (path / "metrics.jsonl").exists()] == ["run"]
 
 
