@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -181,11 +180,13 @@ def test_help_is_quick_and_needs_no_torch(command: str) -> None:
         "finally:\n"
         "    print([name for name in ('torch', 'megatron', 'wandb', 'datasets') if name in sys.modules])\n"
     )
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    before = os.times()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    after = os.times()
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().splitlines()[-1] == "[]"
-    assert time.perf_counter() - start < 10, "about a second on an idle machine"
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    assert used < 10, "about a second, whoever else is at work"
 
 
 def test_help_names_groups_choices_and_keys() -> None:
