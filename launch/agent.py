@@ -26,7 +26,7 @@ from launch.roll_call import RollCall
 from nvfp4_train.exits import ExitCode
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-PATIENCE = 5  # seconds from the end of one process to the end of the others: they know why, and have nothing to save
+PATIENCE = 5.0  # seconds from the end of one process to the end of the others: they know why, and have nothing to save
 LAST = 20.0  # seconds from the first process that is done to the last one: nobody watches them any more
 FINAL = (ExitCode.MISTAKE, ExitCode.NON_FINITE, ExitCode.INTERRUPTED)
 

@@ -47,7 +47,8 @@ SMALL = [
     "evaluation.sequences=2",
     "optimizer.max_skipped=2",
 ]
-HANG, HANG_TIMEOUT = ("stopped", "rank 0 stopped"), "parallel.timeout=3"  # of the others nobody is to be given up
+HANG, HANG_TIMEOUT = ("stopped", "rank 0 stopped"), "parallel.timeout=6"  # of the others nobody is to be given up
+STAYS = (*HANG, "stopped when all is done")  # until it is killed; others leave by themselves, however long that takes
 AT_A_TIME, LIMIT = 3, 120.0  # launches; seconds of one
 BOOM = ValueError("boom")
 Break = Callable[[int, list[str]], None]
@@ -132,8 +133,10 @@ def signalled_as_it_leaves(rank: int, _overrides: list[str]) -> None:
     Watch.explain = explain  # type: ignore[method-assign]
 
 
-def terminating(step: int, times: int) -> Callable[[], None]:
-    """SIGTERM to the launcher, so many times, while this rank's thread writes the checkpoint of a step."""
+def terminating(step: int, times: int, output: Path) -> Callable[[], None]:
+    """SIGTERM to the launcher, so many times, while this rank's thread writes the checkpoint of a step. Both ranks have
+    heard one, as `output` says, before what follows.
+    """
 
     def install() -> None:
         real, struck = FileSystemWriterAsync.write_preloaded_data, []
@@ -141,9 +144,11 @@ def terminating(step: int, times: int) -> Callable[[], None]:
         def write(*args: Any, **options: Any) -> Any:
             if f"step-{step:08d}" in args[2][0] and not struck:
                 struck.append(True)
-                for _ in range(times):
+                for said in ("SIGTERM: finishing this step", "SIGTERM again: leaving at once")[:times]:
+                    before, deadline = output.read_text().count(said), time.monotonic() + LIMIT
                     os.kill(os.getppid(), signal.SIGTERM)
-                    time.sleep(1)
+                    while output.read_text().count(said) < before + 2 and time.monotonic() < deadline:
+                        time.sleep(0.02)
             return real(*args, **options)
 
         FileSystemWriterAsync.write_preloaded_data = write
@@ -225,6 +230,7 @@ class Playing:
             SCENARIOS[name](rank, overrides)
 
         self._begun = time.monotonic()
+        agent.PATIENCE = 5.0 if name in STAYS else LIMIT
         self._process = launch(["--processes", "2", "--", *overrides], folder / "out", ranked(begin))
 
     def ended(self) -> bool:
@@ -260,12 +266,14 @@ def main() -> None:
         return
     play(["nan"], root)  # prepares the corpus, and saves what "load" loads
     play([name for name in SCENARIOS if name != "nan"], root)
+    agent.PATIENCE = 5.0
     faults = Faults(root / "faults")
     two = next(iter(LAYOUTS))
     calls = {two: faults.reference(two)}
     calls[ALONE] = calls[two][:1]  # near enough, and a run less
     results = {f"seed-{seed}": faults.run(plan(seed, calls)) for seed in SEEDS}
-    broken = [ranked(on(1, terminating(SAVES * times, times))) for times in (1, 2)]
+    output = faults.folder / "terminated" / "out"
+    broken = [ranked(on(1, terminating(SAVES * times, times, output))) for times in (1, 2)]
     results["terminated"] = faults.run_broken("terminated", broken)
     for name, result in results.items():
         (root / f"{name}.json").write_text(json.dumps(result))

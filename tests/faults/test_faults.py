@@ -125,7 +125,7 @@ def test_a_rank_that_hangs_is_given_up(played: Theatre, name: str, rank: int) ->
     found = played[name]
     assert (found.code, found.left) == (ExitCode.INTERNAL, [])
     assert found.seconds < 30
-    said = "which has shown no sign of life for 3 s (parallel.timeout); last heard of in "
+    said = "which has shown no sign of life for 6 s (parallel.timeout); last heard of in "
     (waited,) = rank_lines(found, 1 - rank)
     assert f"in backward of step 2] waited for rank {rank} on " in waited
     assert said in waited
