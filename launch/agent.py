@@ -26,7 +26,7 @@ from launch.roll_call import RollCall
 from nvfp4_train.exits import ExitCode
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-PATIENCE = 5.0  # seconds from the end of one process to the end of the others: they know why, and have nothing to save
+PATIENCE = 4.0  # seconds for the others to leave by themselves once one has ended; as many more once they were told
 LAST = 20.0  # seconds from the first process that is done to the last one: nobody watches them any more
 FINAL = (ExitCode.MISTAKE, ExitCode.NON_FINITE, ExitCode.INTERRUPTED)
 
@@ -97,11 +97,13 @@ class NodeAgent(LocalElasticAgent):
             self._ask_to_stop(self._early, None)
         return started
 
-    def _close(self, close: Callable[..., None], death_sig: signal.Signals = signal.SIGTERM) -> None:
-        """Ends this node's processes. Those that were asked to leave are on their way: they do not hear it once more,
-        which would have them leave at once.
+    def _close(
+        self, close: Callable[..., None], death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None
+    ) -> None:
+        """Ends this node's processes. They hear of each other's end, and have `timeout` seconds to say why and leave: a
+        signal meanwhile would have them leave without a word, or, where they were asked before, without saving.
         """
-        deadline = time.monotonic() + PATIENCE * self._asked
+        deadline = time.monotonic() + (PATIENCE if timeout is None else timeout)
         while self._alive() and time.monotonic() < deadline:
             time.sleep(0.02)
         close(death_sig, timeout=PATIENCE)
@@ -141,7 +143,7 @@ class NodeAgent(LocalElasticAgent):
             self._done_since = time.monotonic()
         elif time.monotonic() - self._done_since > LAST:
             _say(f"some processes are still there {LAST:g} s after others were done; they are ended")
-            self._pcontext.close()
+            self._pcontext.close(timeout=0)
 
     def _failed(self, failures: Mapping[int, ProcessFailure]) -> None:
         """Says what happened and what follows, and ends the run for all nodes where nothing follows."""

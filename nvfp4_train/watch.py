@@ -280,7 +280,6 @@ class Watch:
                 self._found(peer, f"{silence}; last heard of in {peer.phase}", True)
 
     def _found(self, peer: Peer, text: str, silent: bool) -> None:
-        """Another rank is lost."""
         if self.cause is None:
             self._found_here = silent
         self._accept(Cause(peer.rank, peer.host, ExitCode.INTERNAL, text))

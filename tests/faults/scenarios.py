@@ -26,7 +26,7 @@ import torch.distributed as dist
 from data.config import DataError
 from data.loading import Datasets
 from launch import agent
-from nvfp4_train import passes, phase, setup, trainer
+from nvfp4_train import exits, passes, phase, setup, trainer
 from nvfp4_train.checkpoints import state as checkpoint
 from nvfp4_train.checkpoints.writer import FileSystemWriterAsync
 from nvfp4_train.environment import environment_that_counts, versions
@@ -48,7 +48,8 @@ SMALL = [
     "optimizer.max_skipped=2",
 ]
 HANG, HANG_TIMEOUT = ("stopped", "rank 0 stopped"), "parallel.timeout=6"  # of the others nobody is to be given up
-STAYS = (*HANG, "stopped when all is done")  # until it is killed; others leave by themselves, however long that takes
+# Where one stays until it is told to go, or killed; elsewhere all leave by themselves, however long that takes.
+STAYS = (*HANG, "stopped when all is done", "before start")
 AT_A_TIME, LIMIT = 3, 120.0  # launches; seconds of one
 BOOM = ValueError("boom")
 Break = Callable[[int, list[str]], None]
@@ -133,6 +134,20 @@ def signalled_as_it_leaves(rank: int, _overrides: list[str]) -> None:
     Watch.explain = explain  # type: ignore[method-assign]
 
 
+def slow_to_say(rank: int, _overrides: list[str]) -> None:
+    """Rank 1 fails in set-up; rank 0, which knows and has put its signals away, takes a while to say so."""
+    if rank == 1:
+        trainer.build_quantized_model = failing(BOOM)
+        return
+    real = exits.where
+
+    def where() -> str:
+        time.sleep(1.5)
+        return real()
+
+    exits.where = where
+
+
 def terminating(step: int, times: int, output: Path) -> Callable[[], None]:
     """SIGTERM to the launcher, so many times, while this rank's thread writes the checkpoint of a step. Both ranks have
     heard one, as `output` says, before what follows.
@@ -145,9 +160,9 @@ def terminating(step: int, times: int, output: Path) -> Callable[[], None]:
             if f"step-{step:08d}" in args[2][0] and not struck:
                 struck.append(True)
                 for said in ("SIGTERM: finishing this step", "SIGTERM again: leaving at once")[:times]:
-                    before, deadline = output.read_text().count(said), time.monotonic() + LIMIT
+                    before, deadline = output.read_text(encoding="utf-8").count(said), time.monotonic() + LIMIT
                     os.kill(os.getppid(), signal.SIGTERM)
-                    while output.read_text().count(said) < before + 2 and time.monotonic() < deadline:
+                    while output.read_text(encoding="utf-8").count(said) < before + 2 and time.monotonic() < deadline:
                         time.sleep(0.02)
             return real(*args, **options)
 
@@ -184,6 +199,7 @@ SCENARIOS: dict[str, Break] = {
     "update": on(0, entering("update of step 2", failing(BOOM))),
     "evaluation": on(1, entering("evaluation", failing(BOOM))),
     "start and signal": signalled_as_it_leaves,
+    "start and slow": slow_to_say,
     "load": on(1, replaced(checkpoint, "load", failing(BOOM))),
     "save": on(1, replaced(checkpoint, "random_states", failing(BOOM))),
     "save on rank 0": on(0, replaced(checkpoint, "random_states", failing(BOOM))),
@@ -230,7 +246,7 @@ class Playing:
             SCENARIOS[name](rank, overrides)
 
         self._begun = time.monotonic()
-        agent.PATIENCE = 5.0 if name in STAYS else LIMIT
+        agent.PATIENCE = 1.0 if name in STAYS else LIMIT
         self._process = launch(["--processes", "2", "--", *overrides], folder / "out", ranked(begin))
 
     def ended(self) -> bool:
@@ -266,7 +282,7 @@ def main() -> None:
         return
     play(["nan"], root)  # prepares the corpus, and saves what "load" loads
     play([name for name in SCENARIOS if name != "nan"], root)
-    agent.PATIENCE = 5.0
+    agent.PATIENCE = 4.0
     faults = Faults(root / "faults")
     two = next(iter(LAYOUTS))
     calls = {two: faults.reference(two)}

@@ -62,6 +62,7 @@ def rank_lines(found: Played, rank: int) -> list[str]:
     [
         ("start", 1, "start"),
         ("start and signal", 1, "start"),
+        ("start and slow", 1, "start"),
         ("load", 1, "start"),
         ("data", 1, "data of step 2"),
         ("forward", 1, "forward of step 2"),

@@ -70,7 +70,7 @@ def children(pid: int) -> list[int]:
 
 def free_port() -> int:
     """A port that nobody has, nor is given meanwhile: none of those that the system hands out by itself."""
-    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0])
     while True:
         port = random.SystemRandom().randrange(1024, max(given, 2048))
         with suppress(OSError), socket.create_server(("", port)):
