@@ -98,7 +98,8 @@ class DataConfig:
         """The sources of a run: those given, or the one that `path` names.
 
         Raises:
-            DataError: path and sources together, or neither; a name that is taken twice or can't be part of a metric's.
+            DataError: path and sources together, or neither; a name that is taken twice or can't be part of a metric's;
+                weights of sources or phases that make no blend.
         """
         if (self.path is None) == (not self.sources):
             none = "neither data.path nor data.sources is"
@@ -106,15 +107,17 @@ class DataConfig:
             raise DataError(
                 f"data: {given} given. Write data.path for one source, or data.sources with data.path=null for several."
             )
-        if self.path is not None:
-            return (SourceConfig("text", self.path),)
-        names = [source.name for source in self.sources]
+        sources = self.sources if self.path is None else (SourceConfig("text", self.path),)
+        names = [source.name for source in sources]
         for name in names:
             if not re.fullmatch(r"[\w.-]+", name):
                 raise DataError(f"data.sources: {name!r} is part of metrics' names: use letters, digits and . _ -")
             if names.count(name) > 1:
                 raise DataError(f"data.sources: {name} is the name of several. Give each a name of its own.")
-        return self.sources
+        check_weights([source.weight for source in sources], names, "data.sources")
+        for phase in self.phases:
+            check_weights(phase.weights, names, "data.phases")
+        return sources
 
     def of_source(self, source: SourceConfig) -> DataConfig:
         """The settings by which one source is prepared."""

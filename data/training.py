@@ -12,7 +12,7 @@ from data.readers import Document, read_documents
 from data.refusals import why
 from data.sources import find_source
 from data.splitting import position
-from data.tokenizers import BYTE, EOD_TOKENS
+from data.tokenizers import BYTE, EOD_TOKENS, load_tokenizer
 
 BYTES = 256
 
@@ -26,11 +26,17 @@ def train_tokenizer(config: DataConfig, training: TokenizerTraining, say: Say) -
     A file that is there already is the tokenizer where `config` names it, too.
 
     Raises:
-        DataError: another file is there already, or the settings or the text make no tokenizer.
+        DataError: another file is there already, or one of another size, or the settings or the text make no tokenizer.
     """
     assert training.train is not None, "nowhere to write to"
     path = Path(training.train)
     if path.exists() and config.tokenizer == training.train:
+        size = load_tokenizer(config.tokenizer).vocab_size
+        if size != training.vocab_size:
+            raise DataError(
+                f"tokenizer.train: {path} is there already and has {size} ids, not {training.vocab_size}. Write "
+                f"tokenizer.vocab_size={size} to use it, or name another file in tokenizer.train and data.tokenizer."
+            )
         say(f"tokenizer: {path} is there already")
         return path
     _check(path, config, training)

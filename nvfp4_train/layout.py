@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from data.config import check_weights
 from models.shapes import linear_shapes, validate
 from nvfp4_train.config import ConfigError, ParallelConfig, RunConfig
 from nvfp4_train.duration import duration_of
@@ -43,10 +42,7 @@ def check_data(config: RunConfig) -> None:
     for key, value in {"tokenizer.train": config.tokenizer.train, "shard": config.shard}.items():
         if value is not None:
             raise ConfigError(f"{key}={value}: is for `python -m nvfp4_train.prepare` alone. Leave it out here.")
-    names = [source.name for source in config.data.blended()]
-    check_weights([source.weight for source in config.data.blended()], names, "data.sources")
-    for phase in config.data.phases:
-        check_weights(phase.weights, names, "data.phases")
+    config.data.blended()
     phase_steps(config)
 
 

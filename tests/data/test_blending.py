@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.blending import LONGEST_PERIOD, Blend, Phase, whole_shares
-from data.config import DataConfig, DataError, SourceConfig, check_weights
+from data.config import DataConfig, DataError, PhaseConfig, SourceConfig, check_weights
 from data.corpus import Corpus
 from data.loading import Datasets, build_datasets, train_batches, validation_batches
 from data.prepare import prepare
@@ -97,6 +97,15 @@ def test_names_and_paths_of_sources() -> None:
         (config("/x", "a"), "data.path=/x and data.sources are both given"),
         (config(None, "a", "a"), "a is the name of several"),
         (config(None, "a/b"), "'a/b' is part of metrics' names"),
+        (
+            dataclasses.replace(config(None, "a"), sources=(SourceConfig("a", "/a", weight=-1),)),
+            "data.sources: a has weight -1",
+        ),
+        (
+            dataclasses.replace(config(None, "a"), phases=(PhaseConfig(0.5, (1, 2)),)),
+            "data.phases: 2 weights for 1 sources",
+        ),
+        (dataclasses.replace(config("/x"), phases=(PhaseConfig(0.5, (1, 2)),)), "data.phases: 2 weights for 1 sources"),
     ):
         with pytest.raises(DataError, match=words):
             bad.blended()

@@ -87,6 +87,8 @@ def test_a_tokenizer_that_is_to_be_used_is_trained_once(config: DataConfig, tmp_
     written = train_tokenizer(named, training, said.append).read_bytes()
     assert train_tokenizer(named, training, said.append).read_bytes() == written
     assert said[-1] == f"tokenizer: {tmp_path / 't.json'} is there already"
+    with pytest.raises(DataError, match=r"has 280 ids, not 290\. Write tokenizer\.vocab_size=280 to use it"):
+        train_tokenizer(named, dataclasses.replace(training, vocab_size=290), said.append)
     assert load_tokenizer(named.tokenizer).vocab_size == 280
 
 
