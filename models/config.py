@@ -26,7 +26,10 @@ class ModelConfig:
         vocab_multiple: the embedding is padded to a multiple of this; padded logits never win and get no loss.
         tie_embeddings: the output head shares the embedding's weight.
         norm_eps: epsilon of every RMSNorm.
-        init_std: standard deviation of initial linear weights; output projections get init_std / sqrt(2 * blocks).
+        init_std: standard deviation of initial linear weights. Projections back into the residual stream get
+            init_std / sqrt(init_residuals_per_block * blocks).
+        init_residuals_per_block: 1 for a block that adds to the stream once, as all here do and as Megatron-Core counts
+            in hybrid models; 2 as it counts in Transformers, whose layers add twice.
         recompute: none, selective or full activation recompute.
         kernels: auto, torch or mamba_ssm; the choice is announced.
     """
@@ -48,5 +51,6 @@ class ModelConfig:
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
     init_std: float = 0.02
+    init_residuals_per_block: int = 1
     recompute: str = "none"
     kernels: str = "auto"

@@ -27,8 +27,8 @@ def initial_values(name: str, shape: tuple[int, ...], seed: int, config: ModelCo
     """The whole, unsharded initial tensor of one parameter, FP32 on the CPU.
 
     Linears and embedding: normal with `init_std`, projections back into the residual stream with
-    init_std / sqrt(2 * blocks). Convolution: uniform within 1 / sqrt(taps). Mamba-2 (arXiv 2405.21060):
-    softplus(dt_bias) log-uniform in [0.001, 0.1] with floor 0.0001, A uniform in [1, 16], D = 1. Norms: 1.
+    init_std / sqrt(init_residuals_per_block * blocks). Convolution: uniform within 1 / sqrt(taps). Mamba-2 (arXiv
+    2405.21060): softplus(dt_bias) log-uniform in [0.001, 0.1] with floor 0.0001, A uniform in [1, 16], D = 1. Norms: 1.
     """
     generator, leaf = parameter_generator(seed, name), name.rsplit(".", 1)[-1]
     if leaf == "D" or "norm" in name:
@@ -43,7 +43,9 @@ def initial_values(name: str, shape: tuple[int, ...], seed: int, config: ModelCo
         bound = 1 / math.sqrt(config.mamba_conv_width)
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     assert leaf == "weight", f"no rule for the initial values of {name}"
-    std = config.init_std / math.sqrt(2 * num_blocks(config)) if name.endswith(RESIDUAL_OUTPUTS) else config.init_std
+    std = config.init_std
+    if name.endswith(RESIDUAL_OUTPUTS):
+        std /= math.sqrt(config.init_residuals_per_block * num_blocks(config))
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 

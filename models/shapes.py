@@ -301,6 +301,7 @@ def _check_values(config: ModelConfig) -> None:
     for field in (
         "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "mamba_num_heads",
         "mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "vocab_size", "vocab_multiple",
+        "init_residuals_per_block",
     ):  # fmt: skip
         if getattr(config, field) < 1:
             raise ModelError(f"model.{field}={getattr(config, field)}: must be at least 1")

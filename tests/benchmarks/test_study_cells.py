@@ -22,8 +22,10 @@ from tests.benchmarks.study.cells import (
     choose_blocks,
     rows,
 )
+from tests.benchmarks.study.store import Store
 
 PAGES = Path(__file__).parents[2] / "configs" / "precision"
+KEPT = Path(__file__).parent / "results" / "study"
 # Weights of the blocks of nano, M-M-M*-M-M*-: in_proj and out_proj, fc1 and fc2, qkv and proj; and of its head
 M, MLP, ATTENTION, HEAD = 393_216 + 131_072, 524_288, 196_608, 256 * 8192
 ALL = 5 * M + 5 * MLP + 2 * ATTENTION
@@ -69,6 +71,12 @@ def test_a_cell_is_one_set_of_overrides_that_the_command_line_takes(plan: Plan) 
     assert variants["nvfp4, no rotation"] == ("precision.rotation=null",)
     assert variants["nvfp4, 1x16 weights"] == ("precision.weight_tile=[1,16]",)
     assert (recipe.wgrad.input.rotation, recipe.dgrad.weight.tile) == (None, (1, 16))
+
+
+def test_the_runs_that_are_kept_are_of_the_table_as_it_would_be_trained_now() -> None:
+    """A changed default of the model, the optimizer or the schedule would begin the table anew, unseen."""
+    found = {(one.setup, one.corpus) for one in Store(KEPT).records() if one.table == MAIN.name}
+    assert found == {(Plan.make(MAIN, [], corpus).setup, corpus) for _, corpus in found}
 
 
 def test_the_setup_is_what_runs_share_besides_their_seed(plan: Plan) -> None:

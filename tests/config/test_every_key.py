@@ -43,6 +43,7 @@ PLAIN: dict[str, Any] = {
     "model.tie_embeddings": True,
     "model.norm_eps": 1e-6,
     "model.init_std": 0.01,
+    "model.init_residuals_per_block": 3,
     "model.recompute": "full",
     "model.kernels": "torch",
     "data.path": "/some/text",

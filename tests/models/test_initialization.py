@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -35,19 +36,32 @@ def test_mamba_parameters_start_in_their_ranges() -> None:
 
 
 def test_linears_start_normal() -> None:
-    """Four blocks: projections into the residual stream have 0.02 / sqrt(8)."""
+    """Four blocks: projections into the residual stream have 0.02 / sqrt(4)."""
     for path, std in (
         ("embedding.word_embeddings.weight", 0.02),
         ("output_layer.weight", 0.02),
         ("decoder.layers.0.mixer.in_proj.weight", 0.02),
-        ("decoder.layers.0.mixer.out_proj.weight", 0.02 / math.sqrt(8)),
-        ("decoder.layers.1.mlp.linear_fc2.weight", 0.02 / math.sqrt(8)),
-        ("decoder.layers.2.self_attention.linear_proj.weight", 0.02 / math.sqrt(8)),
+        ("decoder.layers.0.mixer.out_proj.weight", 0.01),
+        ("decoder.layers.1.mlp.linear_fc2.weight", 0.01),
+        ("decoder.layers.2.self_attention.linear_proj.weight", 0.01),
         ("decoder.layers.2.self_attention.linear_qkv.weight", 0.02),
     ):
         values = initial_values(path, (300, 300), 1, TINY)
         assert values.std().item() == pytest.approx(std, rel=0.02), path
         assert abs(values.mean()) < std / 50, path
+
+
+def test_residual_outputs_start_as_megatron_starts_those_of_hybrids(build: Build) -> None:
+    """Its own standard deviation for the model as it is described to Megatron, and for a Transformer of two additions a
+    layer.
+    """
+    megatron = build().config
+    for residuals, hybrid in ((1, True), (2, False)):
+        theirs = dataclasses.replace(megatron, output_layer_init_method=None, is_hybrid_model=hybrid)
+        config = dataclasses.replace(TINY, init_residuals_per_block=residuals)
+        values = initial_values("decoder.layers.0.mixer.out_proj.weight", (300, 300), 1, config)
+        expected = theirs.output_layer_init_method.keywords["std"]
+        assert values.std().item() == pytest.approx(expected, rel=0.01)
 
 
 def test_seed_and_name_decide() -> None:

@@ -204,7 +204,7 @@ class Plan:
         shared = {name: mapping[name] for name in ("model", "optimizer", "schedule", "steps")}
         free = [name.rpartition(".")[2] for name in FREE_WITHIN_IDENTITY if name.startswith("model.")]
         shared["model"] = {name: value for name, value in shared["model"].items() if name not in free}
-        text = json.dumps([shared, data, self.corpus], sort_keys=True)
+        text = json.dumps([shared, data, self.corpus[:12]], sort_keys=True)  # as much of it as is kept with a run
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
     def overrides(self, cell: Cell, run_dir: Path) -> list[str]:
