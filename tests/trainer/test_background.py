@@ -93,18 +93,26 @@ def test_a_signal_in_a_save_ends_it_and_saves_once_more(
     make: Make, disk: threading.Event, at: At, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = CheckpointWriter.finish
+    struck = threading.Event()
+
+    def strike() -> None:
+        struck.set()
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def finish(writer: CheckpointWriter) -> None:
-        disk.set()  # not before training waits for it
+        if struck.is_set():  # not before training waits for the save that the signal came in
+            disk.set()
         real(writer)
 
     config = make(*OPTIONS)
-    at(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    at(3, strike)
     monkeypatch.setattr(CheckpointWriter, "finish", finish)
     assert train(config) == ExitCode.INTERRUPTED
     assert saved_steps(checkpoints(config)) == [2, 3]
     said = capsys.readouterr().out
-    assert said.index("step-00000003: durable") < said.index("interrupted after step 3, which is saved")
+    order = ["step-00000002: requested", "step 3/5", "step-00000002: durable", "step-00000003: durable"]
+    places = [said.index(text) for text in [*order, "interrupted after step 3, which is saved"]]
+    assert places == sorted(places)
 
 
 def test_a_full_disk_ends_the_run_with_what_was_saved_before(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
