@@ -149,7 +149,6 @@ def build_datasets(
     sources = config.blended()
     names = [source.name for source in sources]
     first = Phase(0, tuple(source.weight for source in sources))
-    check_weights(first.weights, names, "data.sources")
     for phase in phases:
         check_weights(phase.weights, names, "data.phases")
     _check_tokenizers(corpora)

@@ -42,7 +42,7 @@ def check_data(config: RunConfig) -> None:
     for key, value in {"tokenizer.train": config.tokenizer.train, "shard": config.shard}.items():
         if value is not None:
             raise ConfigError(f"{key}={value}: is for `python -m nvfp4_train.prepare` alone. Leave it out here.")
-    config.data.blended()
+    config.data.blended()  # raises where they make no blend
     phase_steps(config)
 
 

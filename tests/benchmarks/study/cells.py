@@ -175,7 +175,7 @@ class Plan:
         length: of its runs.
         shared: overrides of all cells, such as where the data is.
         config: of a run without its row's overrides.
-        corpus: hash of the text.
+        corpus: start of the text's hash, as much of it as is kept with a run.
     """
 
     length: Length
@@ -189,7 +189,7 @@ class Plan:
         config = compose(["experiment=nano", *shared])
         tokens = length.tokens_per_parameter * count_parameters(config.model)
         steps = steps or math.ceil(tokens / tokens_per_step(config))
-        return cls(length, tuple(shared), replace(config, steps=steps), corpus)
+        return cls(length, tuple(shared), replace(config, steps=steps), corpus[:12])
 
     @property
     def tokens(self) -> int:
@@ -204,7 +204,7 @@ class Plan:
         shared = {name: mapping[name] for name in ("model", "optimizer", "schedule", "steps")}
         free = [name.rpartition(".")[2] for name in FREE_WITHIN_IDENTITY if name.startswith("model.")]
         shared["model"] = {name: value for name, value in shared["model"].items() if name not in free}
-        text = json.dumps([shared, data, self.corpus[:12]], sort_keys=True)  # as much of it as is kept with a run
+        text = json.dumps([shared, data, self.corpus], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
     def overrides(self, cell: Cell, run_dir: Path) -> list[str]:

@@ -96,7 +96,7 @@ def record(plan: Plan, cell: Cell, folder: Path, jobs: int) -> Record:
         row=cell.row.name,
         seed=cell.seed,
         setup=plan.setup,
-        corpus=plan.corpus[:12],
+        corpus=plan.corpus,
         steps=len(run.train),
         tokens=int(run.train.tokens[-1]),
         train_loss=round(float(smooth(run.train)[-1]), 6) if ended_well else math.nan,
