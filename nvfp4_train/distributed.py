@@ -21,7 +21,8 @@ import torch.distributed as dist
 from nvfp4_train.config import ConfigError, ParallelConfig
 from nvfp4_train.devices import check_cuda
 from nvfp4_train.signals import StopSignals
-from nvfp4_train.watch import COME, Watch, flatten, other_values
+from nvfp4_train.started_with import flatten, other_values
+from nvfp4_train.watch import COME, Watch
 
 with warnings.catch_warnings():  # one line for each optional library that is not installed, from several modules
     warnings.simplefilter("ignore")

@@ -12,7 +12,6 @@ At the start the same connections show who has come, and whether all were starte
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import resource
@@ -22,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -31,6 +30,7 @@ from nvfp4_train import phase
 from nvfp4_train.config import ConfigError
 from nvfp4_train.exits import USER_MISTAKES, ExitCode, PeerEnded, code_of, leave_reason, on_this_node, where
 from nvfp4_train.lasting import tell
+from nvfp4_train.started_with import differences, flatten, settings_hash
 
 COME = 600.0  # seconds for all ranks to come: imports over a network file system are slow
 GRACE = 1.0  # seconds for a rank that waits to be freed by the broken connections of its collective
@@ -134,7 +134,7 @@ class Watch:
             with suppress(OSError, ValueError):
                 opened = socket.create_connection((host, int(port)), timeout=_ANSWER)
                 hub = Peer(opened, 0, host)
-                hub.send({"rank": self.rank, "host": self._host, "token": token, "hash": _hash(self._settings)})
+                hub.send({"rank": self.rank, "host": self._host, "token": token, "hash": settings_hash(self._settings)})
                 if _line(opened) == f"welcome {token}":
                     self._add(hub)
                     return found
@@ -246,7 +246,7 @@ class Watch:
         peer.leaves = message.get("leaves", peer.leaves)
         if "rank" in message:
             peer.rank, peer.host = message["rank"], message["host"]
-            peer.same = message["hash"] == _hash(self._settings)
+            peer.same = message["hash"] == settings_hash(self._settings)
             with suppress(OSError):
                 peer.socket.sendall(f"welcome {self._token}\n".encode())
             if not peer.same:
@@ -280,6 +280,7 @@ class Watch:
                 self._found(peer, f"{silence}; last heard of in {peer.phase}", True)
 
     def _found(self, peer: Peer, text: str, silent: bool) -> None:
+        """Another rank is lost."""
         if self.cause is None:
             self._found_here = silent
         self._accept(Cause(peer.rank, peer.host, ExitCode.INTERNAL, text))
@@ -344,7 +345,8 @@ def _line(connection: socket.socket) -> str:
     """The next line, and no byte more; ValueError where it ends without one."""
     line = b""
     while not line.endswith(b"\n"):
-        if not (byte := connection.recv(1)):
+        byte = connection.recv(1)
+        if not byte:
             raise ValueError("closed")
         line += byte
     return line.decode().strip()
@@ -370,30 +372,3 @@ def happened(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of what an error says, which may be long."""
     return (str(error).splitlines() or [""])[0][:_BRIEF]
-
-
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and leaf values of nested mappings, in order."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """What to say, after its name, of a rank whose flat settings `theirs` are not those of rank 0, `mine`."""
-    keys = sorted(key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key))
-    return other_values(f"{key} ({theirs.get(key)} there, {mine.get(key)} on rank 0)" for key in keys)
-
-
-def other_values(keys: Iterable[str]) -> str:
-    """What to say, after its name, of a rank that is not like rank 0 in `keys`."""
-    return (
-        f"was started with another value of {', '.join(keys)} than rank 0: "
-        "give every rank the same command line, versions and files"
-    )
-
-
-def _hash(settings: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
